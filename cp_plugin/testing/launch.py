@@ -4,9 +4,8 @@
               hosts the rendezvous store                               each leaves one message:
               waits, reports, kills                <--- eventfd -----  its result, or its traceback
 
-Unlike under `torchrun`, ranks share the imported libraries: 64 ranks of a Megatron training fit where 64 interpreters
-do not, and start in the time of one import. Whatever goes wrong in a rank is reported: an exception, a signal, a
-result that cannot be pickled, a hang. The parent never waits forever.
+Ranks share the imported libraries: 64 of them fit where 64 interpreters do not, and start in the time of one import.
+Whatever goes wrong in a rank is reported: an exception, a signal, a hang. The parent never waits forever.
 
 Fork before CUDA is initialised, and not while another thread is inside torch; each rank has one torch thread, since
 OpenMP's pool does not survive a fork. Linux only (process file descriptors, parent-death signal).
@@ -139,19 +138,18 @@ def run_ranks(
 ) -> list[Any]:
     """Fork `world_size` ranks, call `fn(*args)` in each, and return the results in rank order.
 
-    `fn` may be a closure; it reads its rank from RANK (or torch.distributed). Each rank has RANK, LOCAL_RANK,
-    WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, then `env` on top. The parent hosts the rendezvous
-    store on a port it never gives up, so runs cannot collide. As under torchrun, that store serves the whole run: a
-    rank cannot destroy torch.distributed and initialise it again. A rank that calls `sys.exit(0)` returns None.
+    `fn` may be a closure. Each rank has torchrun's environment variables, then `env` on top. The parent hosts the
+    rendezvous store on a port that it never gives up, so runs cannot collide; the store serves the whole run, so a rank
+    cannot initialise torch.distributed twice. A rank that calls `sys.exit(0)` returns None.
 
-    timeout: seconds for everything, None for no limit. At the limit every rank's Python stacks are collected.
+    timeout: seconds for everything, None for no limit.
     init_process_group: initialise torch.distributed with Gloo before `fn`.
     output: "rank0" shows rank 0's output and keeps the others' for an error report, "ends" also shows the last rank's
         stdout (where Megatron prints losses), "all" shows everything.
     pass_on_sigterm: forward SIGTERM to the ranks and end with them; otherwise the caller's handler stays.
 
-    Raises ValueError for bad arguments, RankError when a rank fails (the first failing rank's traceback first, then all
-    others; ranks still running are stopped after a short grace period), RankTimeout at the time limit.
+    Raises ValueError for bad arguments, RankError when a rank fails (ranks still running are stopped after a short
+    grace period), RankTimeout at the time limit.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: at least one rank is needed")
@@ -198,10 +196,9 @@ def run_ranks(
 def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *, preload: Callable[[], object]) -> int:
     """Run a command line that may start with `--nproc N`; returns the exit status for `sys.exit`.
 
-    Without `--nproc`: `preload()`, then `main(argv)` in this process (under torchrun, or alone); its exceptions, and
-    SystemExit, pass through. With `--nproc N` as the first argument: `preload()` once in this process, then N forked
-    ranks each call `main(rest)`, without a time limit, with the output of both ends shown. `preload` does what ranks
-    can share, such as switching CPU mode on and importing Megatron, and leaves CUDA alone.
+    Without `--nproc`, `preload()` and `main(argv)` run in this process; exceptions pass through. With it, `preload()`
+    runs in this process, and N forked ranks each call `main(rest)`. `preload` does what ranks can share, such as
+    importing Megatron, and leaves CUDA alone.
 
     A failing rank's report goes to stderr; of a refusal (`common.refusals`) only its message. Raises
     ValueError for `--nproc` without a positive number, or with CUDA.
@@ -315,10 +312,8 @@ def _dump_stacks(running: Sequence[_Rank]) -> None:
 
 
 def _error(ranks: Sequence[_Rank], job: Job) -> RankError:
-    """Everything that is known, the first failure first; ranks with the same story share one paragraph and one log.
-
-    Leaves out rank 0's log, which is on the console, and the logs of ranks that share its story.
-    """
+    """Everything that is known, the first failure first; ranks with the same story share one paragraph and one log,
+    unless that is rank 0's, which is on the console."""
     failed = sorted((r for r in ranks if r.failed), key=lambda r: r.message.time)
     running = [r for r in ranks if r.message is None]
     texts = {r.rank: r.message.error for r in failed}

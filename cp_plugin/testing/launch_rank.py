@@ -3,8 +3,7 @@
     fork -> own session, dies with its parent -> output and stack files -> environment -> fn(*args)
          -> Message in the outbox -> wait until every rank is done -> os._exit
 
-`launch` is the parent's side. A rank leaves with `os._exit`, so the parent's exit handlers (a test runner's reports,
-temporary-file cleaning) do not run a second time.
+`launch` is the parent's side. A rank leaves with `os._exit`, so the parent's exit handlers do not run a second time.
 """
 
 from __future__ import annotations
@@ -129,10 +128,8 @@ def _hidden_streams(rank: int, job: Job) -> tuple[int, ...]:
 
 
 def _redirect(log: int, streams: tuple[int, ...]) -> None:
-    """Point the file descriptors `streams` at `log`, and Python's standard streams at file descriptors 1 and 2.
-
-    Python's streams are recreated: the parent's may be a test runner's buffers, which are lost with this process.
-    """
+    """Point the file descriptors `streams` at `log`, and new Python streams at file descriptors 1 and 2: the parent's
+    may be a test runner's buffers, which are lost with this process."""
     for stream in streams:
         os.dup2(log, stream)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
@@ -157,10 +154,8 @@ def _environment(rank: int, job: Job) -> dict[str, str]:
 
 @contextlib.contextmanager
 def passing_on_sigterm(pids: Callable[[], Sequence[int]]) -> Iterator[None]:
-    """Inside the ``with`` block SIGTERM is forwarded to these processes, which end, or write a checkpoint first.
-
-    Otherwise the launcher would die alone, with its ranks, but not what they started. Only the main thread can do so.
-    """
+    """Inside the ``with`` block SIGTERM is forwarded to these processes, which may write a checkpoint before they end.
+    Only the main thread can do so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

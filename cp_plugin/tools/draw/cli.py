@@ -59,8 +59,8 @@ def draw_method(
     bounds: tuple[int, ...] = (),
     **options: Any,
 ) -> None:
-    """Write the picture to ``path`` (PNG, SVG or PDF by its suffix), of one head per rank; the matrix shows head 0.
-    ValueError if matplotlib is missing, there are more ranks than colours, or the provider refuses the problem.
+    """Write the picture (PNG, SVG or PDF by the suffix) of one head per rank; the matrix shows head 0. ValueError if
+    matplotlib is missing, there are more ranks than colours, or the provider refuses the problem.
 
     Args:
         size: context-parallel ranks, at most 8.
