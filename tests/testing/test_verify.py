@@ -174,8 +174,6 @@ def test_a_forgotten_merge_weight_fails_the_command(monkeypatch: pytest.MonkeyPa
     striped, gathered, last = result.stdout.splitlines()[2:]
     assert striped.endswith("FAIL") and gathered.endswith("PASS")
     assert last == "FAIL: 1 of 2 within limits"
-    result = command(*args, "--mask", "full", "--dtype", "float32", "--json")
-    assert result.exit_code == 1 and not json.loads(result.stdout)["ok"]
 
 
 def test_impossible_setups_are_listed_but_not_counted() -> None:
