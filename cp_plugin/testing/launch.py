@@ -328,7 +328,6 @@ def _error(ranks: Sequence[_Rank], job: Job) -> RankError:
         parts = [f"rank {first.rank} of {job.world_size} failed" + (" first" if len(failed + running) > 1 else "")]
     else:
         parts = [f"{len(running)} of {job.world_size} ranks had not finished after {job.timeout:g} s"]
-    parts += [r.message.note for r in failed if r.message.note]
     for sharing in stories.values():
         names = ", ".join(map(str, sharing))
         parts.append(f"rank{'s' if len(sharing) > 1 else ''} {names}: {texts[sharing[0]].rstrip()}")

@@ -52,8 +52,6 @@ class Message:
 
     result: bytes = b""
     error: str | None = None
-    note: str = ""
-    """The error's notes (``add_note``)."""
     refusal: str = ""
     """The message of an error that needs no traceback (``common.refusals``)."""
     time: float = 0.0
@@ -82,7 +80,7 @@ def live(rank: int, job: Job, *, log: int, stacks: int, outbox: int, done: int) 
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         said = refusals.message_of(error) or ""
-        message = Message(error=text, note=_note(error), refusal=said, time=time.monotonic(), status=1)
+        message = Message(error=text, refusal=said, time=time.monotonic(), status=1)
     with os.fdopen(outbox, "wb", closefd=False) as file:
         pickle.dump(message, file)
     with contextlib.suppress(OSError, ValueError):  # closed streams; the message matters more
@@ -106,11 +104,7 @@ def _exit_message(leave: SystemExit) -> Message:
         return Message(result=_pickled(None))
     status = leave.code & 0xFF or 1 if isinstance(leave.code, int) else 1
     text = f"sys.exit({leave.code!r}) was called\n" + "".join(traceback.format_exception(leave))
-    return Message(error=text, note=_note(leave), time=time.monotonic(), status=status)
-
-
-def _note(error: BaseException) -> str:
-    return "\n".join(getattr(error, "__notes__", []))
+    return Message(error=text, time=time.monotonic(), status=status)
 
 
 def die_with_parent(parent: int) -> None:
