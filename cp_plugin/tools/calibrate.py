@@ -55,10 +55,7 @@ def calibrate(
 
         found = started.run(rank, count, where, timeout, here)
         if started.is_first():
-            try:
-                hardware.save(found, file)
-            except OSError as error:
-                raise ValueError(f"{file} cannot be written: {error.strerror}") from None
+            hardware.save(found, file)
             _show(found, file)
 
 

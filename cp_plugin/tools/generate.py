@@ -16,7 +16,7 @@ import typer
 
 from cp_plugin.engine.common.text import show_bytes
 from cp_plugin.testing.launch import exit_status, run_ranks
-from cp_plugin.testing.ranks import is_under_torchrun
+from cp_plugin.testing.ranks import is_under_torchrun, number_of_ranks
 from cp_plugin.tools import flags, output
 from cp_plugin.tools.output import new_console, print_lines
 
@@ -74,8 +74,7 @@ def generate(
             fp8_cache=fp8_cache,
             ignore_end=ignore_eod,
         )
-        if (started := is_under_torchrun()) and ranks is not None:
-            raise ValueError(f"--ranks {ranks}: torchrun has already started the ranks; leave --ranks out")
+        count = number_of_ranks(ranks, default=1)
         if not load.is_dir():
             raise ValueError(f"--load {load}: no such folder; name the one given to --save")
     saved = None if own_flags else (load, ckpt_step)
@@ -84,10 +83,9 @@ def generate(
     with flags.errors_in_one_line(translated=False):
         with _quiet():
             _preload(words or [])
-        if started:
+        if is_under_torchrun():
             rank()
             return
-        count = ranks or 1
         forked = partial(run_ranks, rank, count, timeout=None, pass_on_sigterm=True)
         raise typer.Exit(exit_status(count, forked, flag="--ranks"))
 

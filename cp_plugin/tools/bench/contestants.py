@@ -9,7 +9,7 @@ te-a2a+p2p                            Transformer Engine's, see ``te_peer``
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.attention.calls import Inputs, Setup, call_kernel, call_through_autograd, settled, shapes
 from cp_plugin.engine.common.names import one_of
-from cp_plugin.engine.common.text import show_option
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.kernels import backends, blocks
@@ -43,6 +42,8 @@ class Entry:
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
+    text: str = field(default="", compare=False)
+    """As written; empty: the name alone."""
 
     @property
     def provided(self) -> bool:
@@ -62,11 +63,10 @@ class Entry:
             options = dict(_option(name, part) for part in rest.split(",")) if rest else {}
         except ValueError as error:
             raise ValueError(f"{flag} {text}: {str(error).removeprefix(f'{flag} {name}: ')}") from None
-        return cls(name=name, options=tuple(options.items()))
+        return cls(name=name, options=tuple(options.items()), text=text)
 
     def __str__(self) -> str:
-        chosen = ",".join(f"{key}={_text(key, value)}" for key, value in self.options)
-        return f"{self.name}:{chosen}" if chosen else self.name
+        return self.text or self.name
 
     def missing(self, device: str) -> str | None:
         """Why a peer is not available here, or None; providers always are."""
@@ -115,10 +115,6 @@ def _option(name: str, part: str) -> tuple[str, Any]:
         one_of(key, value, _TORCH_CHOICES[key] if name == TORCH else (*backends.names(), *KERNELS))
         return key, value
     return key, declared[key].parse(value)
-
-
-def _text(key: str, value: Any) -> str:
-    return providers.registry().options[key].unset if value is None else show_option(value)
 
 
 class Contestant(Protocol):
