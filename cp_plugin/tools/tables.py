@@ -34,7 +34,7 @@ def print_traffic(console: Console, problem: Problem, rows: Sequence[Row]) -> No
         sent = (_by_axis(row.busiest, "forward"), _by_axis(row.busiest, "backward"))
         note = f"DIFFERS: {row.measured}" if differs else row.measured
         lines.append(((*first, *sent, total, ratio, note), "red" if differs else ""))
-    print_table(console, f"Bytes sent by the busiest rank, {_described(problem)}", columns, lines)
+    print_table(console, f"Bytes sent by the busiest rank, {describe(problem)}", columns, lines)
 
 
 def print_why(console: Console, setups: Sequence[Setup]) -> None:
@@ -105,10 +105,12 @@ def settings(setup: Setup) -> str:
     return ", ".join(filter(None, (setup.layout, str(setup))))
 
 
-def _described(problem: Problem) -> str:
+def describe(problem: Problem) -> str:
+    """Ranks, tokens, heads, dtype and mask."""
+    sizes = " and ".join(map(str, dict.fromkeys((problem.head_dim, problem.v_head_dim))))
     return (
         f"{problem.size} ranks, {problem.seq_length} tokens, batch {problem.batch}, heads {problem.heads}:"
-        f"{problem.kv_heads} of {problem.head_dim}, {dtype_name(problem.dtype)}, {_mask(problem)}"
+        f"{problem.kv_heads} of {sizes}, {dtype_name(problem.dtype)}, {_mask(problem)}"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -43,16 +42,6 @@ class Case:
         tokens = self.problem.seq_length
         first, last = self.mask.interval(torch.arange(tokens), tokens)
         return int((last - first).sum())
-
-    @property
-    def described(self) -> str:
-        """The mask, with its window or documents."""
-        if self.problem.window is not None:
-            return f"{self.mask_name} (a token sees {self.problem.window[0]} before itself)"
-        if self.bounds:
-            count, longest = len(self.bounds) - 1, max(b - a for a, b in pairwise(self.bounds))
-            return f"{self.mask_name} ({count} document{'s' * (count > 1)}, the longest {longest})"
-        return self.mask_name
 
     def small(self, tokens: int) -> Case:
         """The same case on a shorter sequence: windows and documents shrink in proportion."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -14,13 +14,12 @@ from rich.console import Console
 
 from cp_plugin.engine.attention.calls import Setup
 from cp_plugin.engine.common.text import show_bytes, show_seconds
-from cp_plugin.engine.core.dtypes import dtype_name
 from cp_plugin.testing.clock import Both, Taken
 from cp_plugin.tools.bench.cases import Case
 from cp_plugin.tools.bench.contestants import Entry
 from cp_plugin.tools.flags import replace_megatron_flags
 from cp_plugin.tools.output import print_lines, print_table
-from cp_plugin.tools.tables import problem_as_json
+from cp_plugin.tools.tables import describe, problem_as_json
 
 COLUMNS = ("contestant", "settings", "worst error", "sent", "forward", "both", "FLOP/s", "of ideal", "predicted")
 BUSY = 0.1
@@ -159,20 +158,14 @@ class Report:
         """A table for each case."""
         for of in self.results:
             rows = [_cells(m.as_json(of.case)) for m in of.measured]
-            print_table(console, self._title(of.case), COLUMNS, rows)
-        reasons = dict.fromkeys(self.left_out.values())
-        absent = {reason: [name for name, why in self.left_out.items() if why == reason] for reason in reasons}
-        left_out = [f"left out: {', '.join(names)}: {reason}" for reason, names in absent.items()]
-        print_notes(console, (EXPLAINED, *left_out), self.others)
-
-    def _title(self, case: Case) -> str:
-        p = case.problem
-        decay = "" if p.decay == "none" else f", {p.decay} decay"
-        sizes = str(p.head_dim) if p.head_dim == p.v_head_dim else f"{p.head_dim} and {p.v_head_dim}"
-        return (
-            f"{case.described}{decay}: {p.seq_length} tokens, batch {p.batch}, heads {p.heads}:{p.kv_heads} of "
-            f"{sizes}, {dtype_name(p.dtype)}; {p.size} ranks on {self.device}, {self.rounds} rounds"
-        )
+            problem = describe(replace(of.case.problem, bounds=of.case.bounds))
+            title = f"{of.case.mask_name} on {self.device}, {self.rounds} rounds: {problem}"
+            print_table(console, title, COLUMNS, rows)
+        print_table(console, "", COLUMNS, [((name, f"cannot: {why}"), "dim") for name, why in self.left_out.items()])
+        print_lines(console, EXPLAINED, style="dim")
+        if self.others > BUSY:
+            text = f"other programs used {self.others:.0%} of the processors: measure again on a quiet machine"
+            print_lines(console, text, style="yellow")
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
@@ -197,14 +190,6 @@ def _cells(row: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
         ", ".join(f"{share:.0%}" for share in row["of_ideal"].values()),
         "" if row["predicted"] is None else show_seconds(row["predicted"]),
     ), ""
-
-
-def print_notes(console: Console, lines: Sequence[str], others: float) -> None:
-    """How to read the tables, and a warning if other programs used too much processor time."""
-    print_lines(console, *lines, style="dim")
-    if others > BUSY:
-        text = f"other programs used {others:.0%} of the processors during the run: measure again on a quiet machine"
-        print_lines(console, text, style="yellow")
 
 
 class Processors:
