@@ -42,7 +42,8 @@ class Taken(NamedTuple):
 def take_turns(
     calls: Sequence[Call], rounds: int, device: torch.device, shown: Callable[[int], object] = lambda number: None
 ) -> list[list[Both]]:
-    """Return every call's seconds on this rank, round by round; the order rotates by one each round. Collective.
+    """Return every call's seconds on this rank, round by round; the order rotates by one each round. Collective: all
+    ranks, if there are several, start a call together.
 
     ``shown`` is called with the number of the next call.
     """
@@ -51,15 +52,10 @@ def take_turns(
         first = turn % len(calls)
         for number in (*range(first, len(calls)), *range(first)):
             shown(number)
-            found[number].append(once(calls[number], device))
+            if dist.is_initialized():
+                dist.barrier()
+            found[number].append(timed(calls[number], device))
     return found
-
-
-def once(call: Call, device: torch.device) -> Both:
-    """Time one call; all ranks start together, if there are several."""
-    if dist.is_initialized():
-        dist.barrier()
-    return timed(call, device)
 
 
 def timed(call: Call, device: torch.device) -> Both:

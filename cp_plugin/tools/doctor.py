@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -214,10 +213,7 @@ def show_megatron(console: Console, found: dict[str, Any], folder: str) -> None:
     ]
     title = f"megatron-core {found['version']} in {folder}: what a run would replace"
     print_table(console, title, ("state", "contract", "symbol", "what for"), rows)
-    counts = Counter(one["state"] for one in found["symbols"])
-    print_lines(console, f"checked, what the plugin relies on is there: {counts['checked']}")
-    if counts["absent"]:
-        print_lines(console, f"absent, not in this version, and not needed: {counts['absent']}")
+    print_lines(console, "checked: what the plugin relies on is there; absent: not in this version, and not needed")
     broken = [one for one in found["symbols"] if one["state"] == "broken"]
     for one in broken:
         print_lines(console, "", *one["broken"].splitlines())

@@ -74,8 +74,9 @@ class Experiment(_Strict):
 
     @property
     def flags(self) -> Flags:
-        """Without those for the length, data and checkpoints."""
-        return changed(DEFAULTS, {**self.model, **self.parallel, **self.training, **self.data})
+        """Without those for the length, data and checkpoints, and those that are removed, by false or null."""
+        every = {**DEFAULTS, **self.model, **self.parallel, **self.training, **self.data}
+        return {flag: value for flag, value in every.items() if value is not None and value is not False}
 
     def with_length(self, seq_length: int | None = None) -> Flags:
         """The flags of a training; by default with the first length. ValueError for a length that was not published."""
@@ -109,11 +110,6 @@ class Example:
         name, of = find(f"variant of {self.name}", variant or BASE, known)
         merged = {key: {**self.base.get(key, {}), **value} for key, value in of.items() if isinstance(value, dict)}
         return Experiment.model_validate({**self.base, **of, **merged, "name": self.name, "variant": name})
-
-
-def changed(flags: Mapping[str, Value], changes: Mapping[str, Value]) -> Flags:
-    """Flags with changes, without those that a change removes: by false or null, not 0."""
-    return {flag: v for flag, v in {**flags, **changes}.items() if v is not None and v is not False}
 
 
 def words(flags: Mapping[str, Value]) -> list[list[str]]:
