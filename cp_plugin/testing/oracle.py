@@ -6,7 +6,7 @@ computed in chunks, so that long sequences need no gigabytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -156,7 +156,8 @@ def _differentiated(
 ) -> list[Tensor]:
     """out and dq ``[s, b, h, ...]``, dk and dv ``[s, b, ...]`` of the query heads that share one key/value head."""
     outs, dqs, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
-    for rows in chunks(q, k):
+    size = max(1, ELEMENTS // (k.size(0) * q.size(1) * q.size(2)))
+    for rows in (slice(first, first + size) for first in range(0, q.size(0), size)):
         with torch.enable_grad():
             leaves = [x.requires_grad_() for x in (q[rows].detach(), k.detach(), v.detach())]
             out = attend(*leaves, hidden(rows))
@@ -179,13 +180,6 @@ def _attend(
     if sink is not None:
         scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), -1)
     return torch.einsum("bhqk,kbe->qbhe", scores.softmax(-1)[..., : k.size(0)], v)
-
-
-def chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Chunks of queries q ``[s, b, h, d]`` against all keys k ``[s, ...]``."""
-    rows = max(1, ELEMENTS // (k.size(0) * q.size(1) * q.size(2)))
-    for first in range(0, q.size(0), rows):
-        yield slice(first, min(first + rows, q.size(0)))
 
 
 def linear_reference(inputs: Inputs, problem: Problem) -> tuple[Tensor, ...]:

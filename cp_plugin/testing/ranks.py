@@ -116,10 +116,10 @@ def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) ->
     sizes = {"ranks": problem.size, "seq-length": problem.seq_length, "heads": problem.heads}
     sizes |= {"head-dim": problem.head_dim, "batch": problem.batch}
     shapes = " ".join(f"--{name} {size}" for name, size in sizes.items())
-    needed, free = (
-        _bytes(problem) + (6 * 8 * problem.seq_length**2 if reference else 0),
-        psutil.virtual_memory().available,
-    )
+    whole = problem.size * (problem.q_elements + problem.out_elements + problem.kv_elements)
+    # each rank holds inputs, gradients, the gathered sequence, and float32 sums of it
+    needed = problem.size * (_RANK_BYTES + whole * (problem.dtype.itemsize + problem.wide))
+    needed, free = needed + (6 * 8 * problem.seq_length**2 if reference else 0), psutil.virtual_memory().available
     if needed > free:
         raise ValueError(
             f"{shapes}: this needs up to {show_bytes(needed)} of memory, but {show_bytes(free)} is free: use a smaller "
@@ -133,9 +133,3 @@ def refuse_too_large(problem: Problem, runs: int, *, reference: bool = False) ->
             f"{_MOST_SECONDS / 60:.0f} are allowed: use a smaller --seq-length, or fewer heads or providers"
         )
     return seconds
-
-
-def _bytes(problem: Problem) -> int:
-    """Memory of all ranks, if each holds inputs, gradients, the gathered sequence, and float32 sums of it."""
-    whole = problem.size * (problem.q_elements + problem.out_elements + problem.kv_elements)
-    return problem.size * (_RANK_BYTES + whole * (problem.dtype.itemsize + problem.wide))

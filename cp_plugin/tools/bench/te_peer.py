@@ -66,8 +66,10 @@ class TransformerEngine:
             attn_mask_type="causal" if problem.causal else "no_mask",
             window_size=problem.window,
         )
-        group = dist.group.WORLD if inner is None else _hierarchy(problem.size, inner)
-        ranks = list(range(problem.size))
+        ranks, group = list(range(problem.size)), dist.group.WORLD
+        if inner is not None:  # this rank's groups for all-to-all, of neighbours, and for point-to-point
+            near, far = [ranks[i : i + inner] for i in ranks[::inner]], [ranks[i::inner] for i in range(inner)]
+            group = [dist.new_subgroups_by_enumeration(lists)[0] for lists in (near, far)]
         self._attention.set_context_parallel_group(group, ranks, torch.cuda.Stream(), comm_type)
 
     def shard(self, x: Tensor) -> Tensor:
@@ -91,10 +93,3 @@ def _inner(problem: Problem) -> int:
     most = min(problem.transport.per_host if problem.transport.per_host > 1 else problem.size, problem.size - 1)
     sizes = (problem.size, problem.heads, problem.kv_heads)
     return max((n for n in range(1, most + 1) if not any(size % n for size in sizes)), default=1)
-
-
-def _hierarchy(size: int, inner: int) -> list[dist.ProcessGroup]:
-    """This rank's groups for all-to-all (neighbours) and for point-to-point."""
-    near = [list(range(first, first + inner)) for first in range(0, size, inner)]
-    far = [list(range(first, size, inner)) for first in range(inner)]
-    return [dist.new_subgroups_by_enumeration(lists)[0] for lists in (near, far)]

@@ -103,7 +103,7 @@ def _title(recording: Recording) -> str:
 
 def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
     """The attention matrix of head 0 in the order of the sequence: ranks by colour, later steps paler."""
-    n = recording.seq_length
+    n, steps = recording.seq_length, 1 + max(call.step for call in recording.calls)
     for call in (c for c in recording.calls if 0 in c.heads):
         keys = sorted(call.keys.tolist())
         shapes: list[canvas.Box] = []
@@ -111,7 +111,7 @@ def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
             seen = recording.seen(query)
             visible = [key for key in keys if key in seen]
             shapes += [(run.start, query, len(run), 1) for run in _runs(visible)]
-        canvas.fill(axes, shapes, _colour(call.rank, call.step, recording))
+        canvas.fill(axes, shapes, canvas.paler(canvas.RANK_COLOURS[call.rank], 0.75 * call.step / steps))
     axes.set(xlim=(0, n), ylim=(n, 0), aspect="equal", xticks=[], yticks=[])
     axes.set(xlabel="keys, in the order of the sequence", ylabel="queries, in the order of the sequence")
     mask = "Packed" if recording.mask.packed else "Causal"
@@ -140,11 +140,6 @@ def _draw_time(axes: Axes, timed: Recording) -> None:
     title = f"Work in each step; grey: waits for the busiest\nrank. Busiest rank over mean: {timed.balance():.2f}"
     axes.set_title(title, fontsize=canvas.POINTS, loc="left")
     axes.set_xlabel("time of attention, without communication;\n1 (dotted): perfectly divided", fontsize=canvas.POINTS)
-
-
-def _colour(rank: int, step: int, recording: Recording) -> tuple[float, float, float]:
-    steps = 1 + max(call.step for call in recording.calls)
-    return canvas.paler(canvas.RANK_COLOURS[rank], 0.75 * step / steps)
 
 
 def _runs(increasing: Sequence[int]) -> Iterator[range]:
