@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        _help_parser().print_help()
+        _print_help()
         return 0 if words else 2
     from cp_plugin.megatron.flags import early
 
@@ -80,18 +80,13 @@ def _run_script(words: list[str]) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-def _help_parser() -> argparse.ArgumentParser:
+def _print_help() -> None:
     from cp_plugin.megatron.flags.args import add_arguments
 
-    parser = argparse.ArgumentParser(
-        prog="python -m cp_plugin.run",
-        usage=USAGE,
-        description="Run a Megatron training script with context parallelism from cp_plugin. SCRIPT --help lists "
-        "Megatron's flags too.",
-        allow_abbrev=False,
-    )
+    about = "Run a Megatron training script with context parallelism. SCRIPT --help lists Megatron's flags too."
+    parser = argparse.ArgumentParser(usage=USAGE, description=about, allow_abbrev=False)
     parser.add_argument("--nproc", metavar="N", help="start N ranks on this machine; leave out under torchrun")
-    return add_arguments(parser)
+    add_arguments(parser).print_help()
 
 
 if __name__ == "__main__":
