@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from commands import cp_plugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
 
 from cp_plugin import Options, Problem
 from cp_plugin.engine.attention.calls import settled
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.testing.ranks import refuse_too_large
 from cp_plugin.testing.traffic import Row, price_one, trace
-from cp_plugin.tools.app import app
 
 SIZE = 64
 TRACED = (0, 37)
@@ -92,10 +92,7 @@ def test_nested_burst_never_sends_more_than_the_double_ring(problem: Problem, da
 
 
 EVERY = {*providers.names(), *providers.names("linear")}
-
-
-def traffic(*args: str) -> Result:
-    return CliRunner().invoke(app, ["traffic", *args], env={"COLUMNS": "100"})
+traffic = partial(cp_plugin, "traffic")
 
 
 def test_the_command_shows_every_provider_or_its_reason() -> None:

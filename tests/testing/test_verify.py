@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, get_args
 
 import oracle as independent
 import pytest
 import torch
+from commands import cp_plugin
 from nightly import NIGHT, nightly
-from typer.testing import CliRunner, Result
 
 from cp_plugin import Attend, Gradients, KeyValues, Options, Partial, Problem, Provider, Queries
 from cp_plugin.engine.comm import Mesh
@@ -23,17 +24,13 @@ from cp_plugin.engine.methods.ring import STRIPED, Ring
 from cp_plugin.testing import oracle
 from cp_plugin.testing.oracle import TENSORS, make_case, reference, relative_errors, tensors
 from cp_plugin.testing.verify import plan, verify
-from cp_plugin.tools.app import app
 
+command = partial(cp_plugin, "verify", "--device", "cpu")
 SMALL = ("--head-dim", "16", "--batch", "1", "--ranks", "4")
 
 
 def problem(size: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32, causal: bool = True) -> Problem:
     return Problem(size=size, heads=4, kv_heads=kv_heads, head_dim=16, seq_length=16 * size, dtype=dtype, causal=causal)
-
-
-def command(*args: str) -> Result:
-    return CliRunner().invoke(app, ["verify", "--device", "cpu", *args])
 
 
 @pytest.mark.parametrize("elements", [oracle.ELEMENTS, 200], ids=["whole", "in chunks"])

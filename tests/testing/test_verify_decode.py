@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from commands import cp_plugin
 
 from cp_plugin import Options, Problem
 from cp_plugin.engine.core.values import Partial
@@ -18,13 +19,9 @@ from cp_plugin.engine.kernels import merge
 from cp_plugin.engine.kernels.backends import reference
 from cp_plugin.engine.linear import decayed
 from cp_plugin.testing import verify, verify_decode
-from cp_plugin.tools.app import app
 
 SMALL = ("--heads", "4", "--head-dim", "8", "--seq-length", "32")
-
-
-def command(*args: str) -> Result:
-    return CliRunner().invoke(app, ["verify", "--decode", "--device", "cpu", *SMALL, *args])
+command = partial(cp_plugin, "verify", "--decode", "--device", "cpu", *SMALL)
 
 
 def on_threads(*chosen: str, dtype: torch.dtype = torch.float32, fp8: Any = None) -> list[verify.Result]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from commands import cp_plugin
 
 from cp_plugin import Attend, Options, Problem, Provider
 from cp_plugin.engine.comm import Mesh
@@ -20,7 +21,6 @@ from cp_plugin.testing import oracle
 from cp_plugin.testing.clock import Both, Taken
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import price
-from cp_plugin.tools.app import app
 from cp_plugin.tools.bench import contestants, te_peer, torch_ring
 from cp_plugin.tools.bench.cases import MASKS, Case, make_case
 from cp_plugin.tools.bench.cli import _bounds
@@ -29,11 +29,8 @@ from cp_plugin.tools.bench.report import Measured
 
 _SHAPE = ("--seq-length", "512", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--rounds", "1")
 _TWO = ("--ranks", "2", "--device", "cpu", *_SHAPE)
+command = partial(cp_plugin, "bench")
 _PROBLEM = Problem(size=4, heads=6, kv_heads=2, head_dim=8, seq_length=512, dtype=torch.float32)
-
-
-def command(*args: str) -> Result:
-    return CliRunner().invoke(app, ["bench", *args])
 
 
 def measured(*args: str, status: int = 0) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -6,10 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from commands import cp_plugin
 from nightly import one_case
-from typer.testing import CliRunner
-
-from cp_plugin.tools.app import app
 
 QUERY = ("--model", "llama3-8b", "--cluster", "dgx-h100")
 SMALL = ("--heads", "4", "--head-dim", "8", "--seq-length", "32")
@@ -114,7 +112,7 @@ WRONG: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {
     ("command", "args", "message"), [(command, *row) for command, rows in WRONG.items() for row in rows]
 )
 def test_errors_are_one_line_and_exit_status_2(command: tuple[str, ...], args: tuple[str, ...], message: str) -> None:
-    result = CliRunner().invoke(app, [*command, *args])
+    result = cp_plugin(*command, *args)
     assert result.exit_code == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and message in result.stderr and result.stderr.count("\n") == 1
 
@@ -122,9 +120,9 @@ def test_errors_are_one_line_and_exit_status_2(command: tuple[str, ...], args: t
 def test_reasons_of_rows_name_the_flags_of_the_command() -> None:
     """Not Megatron's: ``--bf16`` is none of these commands'."""
     for command in (["traffic"], ["verify", "--device", "cpu"]):
-        odd = CliRunner().invoke(app, [*command, "--provider", "ring", "--seq-length", "7"])
+        odd = cp_plugin(*command, "--provider", "ring", "--seq-length", "7")
         assert "ring: cannot: --seq-length 7 cannot be split" in odd.stdout
-        wide = CliRunner().invoke(app, [*command, "--provider", "ring", "--fp8", "comm", "--dtype", "float32"])
+        wide = cp_plugin(*command, "--provider", "ring", "--fp8", "comm", "--dtype", "float32")
         assert "use --dtype bfloat16" in " ".join(wide.stdout.split())
 
 

@@ -15,10 +15,10 @@ from typing import Any, get_args
 
 import pytest
 import typer
-from typer.testing import CliRunner
+from commands import cp_plugin
 from warm import in_a_fork
 
-import cp_plugin
+from cp_plugin import __version__
 from cp_plugin.engine.common.names import did_you_mean
 from cp_plugin.engine.kernels import backends
 from cp_plugin.engine.methods import registry as providers
@@ -30,7 +30,7 @@ EVERY = [(name, param) for name, command in COMMANDS.items() for param in comman
 
 
 def run(*words: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(words))
+    result = cp_plugin(*words)
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -82,7 +82,7 @@ def test_the_program_alone_imports_no_command(words: str) -> None:
 def test_modules_do_what_the_program_does() -> None:
     for module in ("cp_plugin.tools", "cp_plugin.tools.app"):
         done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
-        assert done.stdout == f"cp-plugin {cp_plugin.__version__}\n"
+        assert done.stdout == f"cp-plugin {__version__}\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from commands import cp_plugin
 
 from cp_plugin.megatron.dataset import build, find
-from cp_plugin.tools.app import app
 
 EOD = 256
 LINES = "\n\n".join(map(json.dumps, [{"text": "first\nline"}, {"text": "", "id": 2}, {"text": "Grüße 🙂", "body": 1}]))
@@ -37,7 +36,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def invoke(*words: object) -> tuple[int, str]:
-    run = CliRunner().invoke(app, ["dataset", *map(str, words)])
+    run = cp_plugin("dataset", *words)
     assert run.exception is None or isinstance(run.exception, SystemExit), run.exception
     return run.exit_code, run.output
 

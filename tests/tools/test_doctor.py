@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import cp_plugin
 from rich.console import Console
-from typer.testing import CliRunner
 
 from cp_plugin.tools import doctor
-from cp_plugin.tools.app import app
 
 
 def test_it_passes_here_and_names_every_kernel() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--all"], env={"COLUMNS": "250"})
+    result = cp_plugin("doctor", "--all", columns=250)
     assert result.exit_code == 0, result.output
     assert result.output.rstrip().endswith("PASS: everything required works here")
     for word in (
@@ -65,7 +64,7 @@ def test_a_broken_kernel_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> N
     from cp_plugin.engine.kernels.backends import sdpa
 
     monkeypatch.setattr(sdpa, "out_from_delta", lambda dout, delta: dout)  # planted fault: wrong delta
-    result = CliRunner().invoke(app, ["doctor"])
+    result = cp_plugin("doctor")
     assert result.exit_code == 1 and "FAIL: sdpa" in result.output
 
 
@@ -82,7 +81,7 @@ def test_a_broken_kernel_that_auto_does_not_take_is_shown_and_does_not_fail(monk
     assert checks[0].works is False and checks[0].ok and "ModuleNotFoundError: flash_attn_2_cuda" in checks[0].result
     monkeypatch.setattr(Flash, "forward", lambda self, *tile: backends.get("sdpa").forward(*tile))
     monkeypatch.setattr(Flash, "backward", lambda self, dout, q, *rest: (q, *rest[:2]))  # planted fault
-    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    result = cp_plugin("doctor", columns=200)
     assert result.exit_code == 0 and "WRONG: relative error" in result.output
     assert "broken, but never chosen automatically: flash" in result.output
 

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import cp_plugin
 from method_cases import METHODS
 from nightly import pairs_at_night
-from typer.testing import CliRunner
 
 from cp_plugin.engine.core.values import Partial
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.methods.protocol import Attend
-from cp_plugin.tools.app import app
 from cp_plugin.tools.draw.calls import Recording, record
 from cp_plugin.tools.draw.cli import draw_method
 
@@ -87,6 +86,6 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             draw_method(tmp_path / "x.png", provider, size, **options)
     for name, message in (("none/x.svg", "cannot be written"), ("x", "pictures are .svg, .png or .pdf files")):
-        result = CliRunner().invoke(app, ["draw", "--provider", "ring", "--plot", str(tmp_path / name)])
+        result = cp_plugin("draw", "--provider", "ring", "--plot", tmp_path / name)
         assert result.exit_code == 2 and message in result.output, result.output
     assert list(tmp_path.iterdir()) == []

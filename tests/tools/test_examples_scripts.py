@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import cp_plugin
 from processes import wait_until
-from typer.testing import CliRunner
 
-from cp_plugin.tools.app import app
 from cp_plugin.tools.examples import config
 from cp_plugin.tools.examples.cli import render
 from cp_plugin.tools.examples.config import Experiment, load, words
@@ -75,7 +74,7 @@ def recorded(tools: dict[str, str], name: str) -> tuple[list[str], dict[str, str
     return (folder / f"{name}.args").read_text().splitlines(), dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-def flags_of(experiment: Experiment, seq_length: int) -> list[str]:
+def flags_of(experiment: Experiment, seq_length: int | None = None) -> list[str]:
     return [word for line in words(experiment.with_length(seq_length)) for word in line]
 
 
@@ -209,18 +208,12 @@ def test_the_launcher_starts_the_ranks_of_the_example_that_is_named(tools: dict[
     assert not (Path(root) / "requeued").exists()
 
 
-def invoke(*given: str) -> tuple[int, str]:
-    found = CliRunner().invoke(app, ["example", *given])
-    return found.exit_code, found.output
-
-
 def test_the_list_and_one_of_it() -> None:
-    status, text = invoke()
-    assert status == 0 and all(name in text for name in config.names())
+    found = cp_plugin("example")
+    assert found.exit_code == 0 and all(name in found.output for name in config.names())
     for name in config.names():
-        status, text = invoke(name)
-        example = load(name)
-        assert status == 0 and example.experiment().title in text and all(v in text for v in example.variants)
-        assert f"Next: cp-plugin example {name}" in text and "--print sh" in text
-        status, text = invoke(name, "--print", "flags")
-        assert status == 0 and text.split() == [w for line in words(example.experiment().with_length()) for w in line]
+        example, shown, flags = load(name), cp_plugin("example", name), cp_plugin("example", name, "--print", "flags")
+        assert shown.exit_code == flags.exit_code == 0 and example.experiment().title in shown.output
+        assert all(variant in shown.output for variant in example.variants)
+        assert f"Next: cp-plugin example {name}" in shown.output and "--print sh" in shown.output
+        assert flags.output.split() == flags_of(example.experiment())

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 import third_party
 import typer
+from commands import cp_plugin
 from nightly import NIGHT, nightly
 from printed import FLAGS, ROOT, Printed, fenced, inline
-from typer.testing import CliRunner
 from warm import before_forking, cpu_mode
 
 from cp_plugin import run
@@ -171,7 +171,7 @@ def _cp_plugin(command: Printed, here: Path) -> None:
     for pattern, options in SMALLER.items():
         if re.match(pattern, command.text):
             words[1:1] = [word for pair in _pairs(options) if pair[0] not in command.options for word in pair]
-    result = CliRunner().invoke(app, words)
+    result = cp_plugin(*words)
     assert result.exit_code == 0, f"{command.page}: {command.text}\n{result.output}"
 
 
