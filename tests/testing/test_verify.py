@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, get_args
+from typing import get_args
 
 import oracle as independent
 import pytest
 import torch
 from commands import cp_plugin
+from faulty_rings import faulty
 from nightly import NIGHT, nightly
 
-from cp_plugin import Attend, Gradients, KeyValues, Options, Partial, Problem, Provider, Queries
-from cp_plugin.engine.comm import Mesh
-from cp_plugin.engine.comm.shards import shift
+from cp_plugin import Options, Partial, Problem
 from cp_plugin.engine.core.problem import Decay
 from cp_plugin.engine.kernels import merge as merging
 from cp_plugin.engine.methods import registry as providers
-from cp_plugin.engine.methods.ring import STRIPED, Ring
 from cp_plugin.testing import oracle
 from cp_plugin.testing.oracle import TENSORS, make_case, reference, relative_errors, tensors
 from cp_plugin.testing.verify import plan, verify
@@ -89,53 +87,15 @@ def test_providers_pass_on_ranks_and_on_threads(threads: bool) -> None:
         assert tuple(result.errors) == tensors(result.setup.problem) and (result.errors["out"] > 1e-4) == half
 
 
-class DropsABlock(Ring):
-    """Skips the third block in the forward."""
-
-    def forward(self, queries: Queries, kv: KeyValues, onto: Partial | None = None) -> Partial | None:
-        for step in range(self.mesh.axes[self.axis]):
-            if step != 2:
-                onto = self.inner.forward(queries, kv, onto)
-            kv = shift(self.mesh, self.axis, kv).wait()
-        return onto
-
-
-@dataclass(frozen=True, slots=True)
-class Faulty:
-    """A ring whose results have one fault."""
-
-    inner: Attend
-    fault: str
-
-    def forward(self, *args: Any) -> Partial | None:
-        if self.fault == "raises":
-            raise RuntimeError("planted fault")
-        out, lse = self.inner.forward(*args)
-        return Partial(out, lse + 0.01 if self.fault == "lse" else lse)
-
-    def backward(self, *args: Any) -> Gradients | None:
-        grads = self.inner.backward(*args)
-        return grads._replace(dk=grads.dk * torch.nan) if self.fault == "nan" else grads
-
-
-def third_party(fault: str) -> Provider:
-    """A faulty ring on the striped layout."""
-
-    def build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Attend:
-        return DropsABlock(mesh, "cp", local) if fault == "block" else Faulty(Ring(mesh, "cp", local), fault)
-
-    return replace(STRIPED, name=f"faulty_{fault}", build=build)
-
-
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_fault_in_a_third_partys_method_is_caught(dtype: torch.dtype, threads: bool) -> None:
     """One that raises stops no other."""
     first_wrong = {"block": "out", "lse": "dq", "nan": "dk"}
-    planned = plan([*map(third_party, ("raises", *first_wrong)), "striped"], [problem(dtype=dtype)], Options())
-    raised, *faulty, good = verify(planned, "cpu", threads=threads)
+    planned = plan([*map(faulty, ("raises", *first_wrong)), "striped"], [problem(dtype=dtype)], Options())
+    raised, *wrong_ones, good = verify(planned, "cpu", threads=threads)
     assert not raised.ok and "planted fault" in raised.failure
-    for result, wrong in zip(faulty, first_wrong.values(), strict=True):
+    for result, wrong in zip(wrong_ones, first_wrong.values(), strict=True):
         name = result.setup.provider.name
         assert not result.ok and not result.failure and result.errors[wrong] > result.limits[wrong], name
         assert result.worst == wrong or name != "faulty_nan"

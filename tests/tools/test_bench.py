@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 from commands import cp_plugin
+from faulty_rings import faulty
 
-from cp_plugin import Attend, Options, Problem, Provider
-from cp_plugin.engine.comm import Mesh
-from cp_plugin.engine.core.mask import Mask
+from cp_plugin import Options, Problem
 from cp_plugin.engine.methods import registry as providers
-from cp_plugin.engine.methods.local import Local
-from cp_plugin.engine.methods.ring import STRIPED, Ring
 from cp_plugin.testing import oracle
 from cp_plugin.testing.clock import Both, Taken
 from cp_plugin.testing.launch import run_ranks
@@ -102,30 +99,10 @@ def test_half_precision_is_held_to_the_error_of_its_kernel() -> None:
         assert 1e-4 < m["errors"]["out"] < m["allowed"]["out"] < 1e-2
 
 
-class _Skips(Ring):
-    """Never attends to the second block that comes around."""
-
-    def forward(self, queries: Any, kv: Any, onto: Any = None) -> Any:
-        return self.inner.forward(queries, kv, onto)
-
-
-def _faulty(fault: str) -> Provider:
-    """A striped ring with a fault: a block is skipped, the window is ignored, or it raises."""
-
-    def build(mesh: Mesh, local: Local, problem: Problem, options: Options) -> Attend:
-        if fault == "block":
-            return _Skips(mesh, "cp", local)
-        if fault == "raises":
-            raise RuntimeError("planted")
-        return Ring(mesh, "cp", replace(local, mask=Mask.from_arguments(problem.causal, None, local.mask.documents)))
-
-    return replace(STRIPED, name=f"faulty_{fault}", build=build)
-
-
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     for fault in ("block", "window", "raises"):
-        monkeypatch.setitem(providers.registry(), f"faulty_{fault}", _faulty(fault))
+        monkeypatch.setitem(providers.registry(), f"faulty_{fault}", faulty(fault))
 
 
 @pytest.mark.parametrize(("fault", "wrong"), [("block", {"causal", "causal-window"}), ("window", {"causal-window"})])
@@ -149,7 +126,7 @@ def test_the_table_names_what_is_wrong() -> None:
 @pytest.mark.usefixtures("planted")
 def test_a_method_that_fails_is_named() -> None:
     done = command(*_TWO, "--provider", "faulty_raises", "--mask", "causal")
-    assert done.exit_code == 1 and "faulty_raises fails on causal: planted" in done.output
+    assert done.exit_code == 1 and "faulty_raises fails on causal: planted fault" in done.output
 
 
 def test_a_peer_that_refuses_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import cp_plugin
+from faulty_rings import faulty
 from method_cases import METHODS
 from nightly import pairs_at_night
 
-from cp_plugin.engine.core.values import Partial
-from cp_plugin.engine.methods import registry as providers
-from cp_plugin.engine.methods.protocol import Attend
 from cp_plugin.tools.draw.calls import Recording, record
 from cp_plugin.tools.draw.cli import draw_method
 
@@ -49,22 +45,8 @@ def test_every_pair_of_every_head_is_computed_once(provider: str, layout: str, c
         assert sorted(p for held in got.held for p in held.tolist()) == list(range(32))
 
 
-@dataclass
-class DropsAStep:
-    """A planted fault: the third block is never attended to."""
-
-    inner: Attend
-    calls: int = 0
-
-    def forward(self, *args: Any) -> Partial | None:
-        self.calls += 1
-        return None if self.calls == 3 else self.inner.forward(*args)
-
-
 def test_a_dropped_block_shows() -> None:
-    ring = providers.get("striped")
-    faulty = replace(ring, build=lambda mesh, local, *rest: ring.build(mesh, DropsAStep(local), *rest))
-    got = record(faulty, 4, seq_length=32)
+    got = record(faulty("block"), 4, seq_length=32)
     assert len(times_computed(got)) < len(all_pairs(got))
 
 
