@@ -69,7 +69,7 @@ def live(rank: int, job: Job, *, log: int, stacks: int, outbox: int, done: int) 
         die_with_parent(job.parent)
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        _redirect(log, _hidden_streams(rank, job))
+        _redirect(log, rank, job)
         os.environ.update({**_environment(rank, job), **job.env})
         torch.set_num_threads(1)
         if job.init_process_group:
@@ -114,18 +114,13 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _hidden_streams(rank: int, job: Job) -> tuple[int, ...]:
-    """The file descriptors whose output is not shown."""
-    if job.output == "all" or rank == 0:
-        return ()
-    return (2,) if job.output == "ends" and rank == job.world_size - 1 else (1, 2)
-
-
-def _redirect(log: int, streams: tuple[int, ...]) -> None:
-    """Point the file descriptors `streams` at `log`, and new Python streams at file descriptors 1 and 2: the parent's
+def _redirect(log: int, rank: int, job: Job) -> None:
+    """Point the file descriptors of output that is not shown at `log`, and new Python streams at 1 and 2: the parent's
     may be a test runner's buffers, which are lost with this process."""
-    for stream in streams:
-        os.dup2(log, stream)
+    if job.output != "all" and rank != 0:
+        os.dup2(log, 2)
+        if job.output != "ends" or rank != job.world_size - 1:
+            os.dup2(log, 1)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
 
