@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import wraps
 from itertools import accumulate, cycle, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 import typer
@@ -27,9 +27,6 @@ from cp_plugin.tools.bench.cases import LENGTHS
 
 if TYPE_CHECKING:
     from cp_plugin.planner.asked import Asked
-
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 Dtype = StrEnum("Dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -108,7 +105,7 @@ def errors_in_one_line(ranks: str = "--ranks", *, translated: bool = True) -> It
         raise typer.Exit(1) from None
 
 
-def provider_options(without: Collection[str] = ()) -> Callable[[_Command], _Command]:
+def provider_options[Command: Callable[..., Any]](without: Collection[str] = ()) -> Callable[[Command], Command]:
     """Replace a command's argument ``options`` by a flag for each option that a provider declares.
 
     without: options that have no meaning for the command.
@@ -116,7 +113,7 @@ def provider_options(without: Collection[str] = ()) -> Callable[[_Command], _Com
     every = providers.registry().options.values()
     declared = [option for option in every if option not in without]
 
-    def decorated(command: _Command) -> _Command:
+    def decorated(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
 
         @wraps(command)
@@ -132,7 +129,7 @@ def provider_options(without: Collection[str] = ()) -> Callable[[_Command], _Com
         parameters[at : at + 1] = map(_parameter, declared)
         called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {}
-        return cast(_Command, called)
+        return cast(Command, called)
 
     return decorated
 
