@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 
 import pytest
 from commands import cp_plugin
 from nightly import one_case
+
+from cp_plugin.engine.common.text import wrap_for_terminal
 
 QUERY = ("--model", "llama3-8b", "--cluster", "dgx-h100")
 SMALL = ("--heads", "4", "--head-dim", "8", "--seq-length", "32")
@@ -120,6 +123,18 @@ def test_reasons_of_rows_name_the_flags_of_the_command() -> None:
         assert "ring: cannot: --seq-length 7 cannot be split" in odd.stdout
         wide = cp_plugin(*command, "--provider", "ring", "--fp8", "comm", "--dtype", "float32")
         assert "use --dtype bfloat16" in " ".join(wide.stdout.split())
+
+
+def test_a_message_is_wrapped_for_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between words; a flag, a path or a list without spaces stays whole, and files and pipes get one line."""
+    monkeypatch.setenv("COLUMNS", "40")
+    text = f"error: --documents {'600,' * 20}1: no such file. Give a file, or some lengths\nand a second line"
+    stream = io.StringIO()
+    assert wrap_for_terminal(text, stream) == text
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    lines = wrap_for_terminal(text, stream).split("\n")
+    assert [line for line in lines if len(line) > 40] == [f"{'600,' * 20}1:"]
+    assert " ".join(lines).split() == text.split() and lines[-1] == "and a second line"
 
 
 @one_case

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -110,11 +109,6 @@ def test_an_unknown_command() -> None:
     status, _, err = run("verfy")
     said = "error: No such command 'verfy'. Did you mean 'verify'?"
     assert (status, err.count("\n")) == (2, 1) and err.startswith(said)
-
-
-def test_json_is_printed_alone() -> None:
-    status, text, err = run("traffic", "--json", "--provider", "ring")
-    assert (status, err) == (0, "") and json.loads(text)["rows"]
 
 
 def test_a_hint_helps() -> None:

@@ -114,18 +114,14 @@ def test_the_command_prints_the_flags_and_the_description_has_them(source: Path,
 
 
 def hugging_face(folder: Path) -> str:
-    """A small tokenizer, trained here."""
+    """A tokenizer of bytes."""
     tokenizers = pytest.importorskip("tokenizers", reason="pip install 'cp-plugin[tokenizers]'")
     transformers = pytest.importorskip("transformers", reason="pip install 'cp-plugin[tokenizers]'")
-    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    trained.train_from_iterator(IN_ORDER, trainer)
-    whole = transformers.PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<|endoftext|>")
+    ids = {letter: n for n, letter in enumerate([*tokenizers.pre_tokenizers.ByteLevel.alphabet(), "<|endoftext|>"])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    whole = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>")
     whole.save_pretrained(folder / "hf")
     return f"huggingface:{folder / 'hf'}"
 
