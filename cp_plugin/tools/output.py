@@ -40,8 +40,14 @@ def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tup
     Empty columns are left out; rows may be shorter than the columns. Rows with a cell ``cannot: ...``, or another of
     ``REASONS``, are listed below the table by reason.
     """
-    missing = ("",) * len(columns)
-    shown = [((*cells, *missing), style) for cells, style in rows if _reason(cells) is None]
+    shown: list[tuple[Cells, str]] = []
+    refused: dict[tuple[str, str], dict[str, None]] = {}
+    for cells, style in rows:
+        reason = next((cell for cell in cells if cell.startswith(REASONS)), None)
+        if reason is None:
+            shown.append(((*cells, *("" for _ in columns)), style))
+        else:
+            refused.setdefault((reason, style), {})[cells[0]] = None
     filled = [i for i in range(len(columns)) if any(cells[i] for cells, _ in shown)]
     if title:
         print_lines(console, title, style="italic")
@@ -54,16 +60,8 @@ def print_table(console: Console, title: str, columns: Cells, rows: Sequence[tup
         with console.capture() as printed:
             console.print(table)
         console.file.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
-    refused: dict[tuple[str, str], dict[str, None]] = {}
-    for cells, style in rows:
-        if (reason := _reason(cells)) is not None:
-            refused.setdefault((reason, style), {})[cells[0]] = None
     for (reason, style), names in refused.items():
         print_lines(console, f"{', '.join(names)}: {reason}", style=style)
-
-
-def _reason(cells: Cells) -> str | None:
-    return next((cell for cell in cells if cell.startswith(REASONS)), None)
 
 
 def _wrap(text: str, width: int) -> list[str]:
