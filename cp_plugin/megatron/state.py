@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
@@ -22,18 +22,11 @@ from cp_plugin.engine.methods.protocol import Kind
 from cp_plugin.engine.methods.registry import Resolved
 from cp_plugin.megatron.flags.args import Settings
 
+if TYPE_CHECKING:
+    from cp_plugin.megatron.patches.patching import Finding
+
 Scope = Literal["run", "process"]
 """Lifetime of a patch: a run, or the process (CPU mode, wheel), which outlives a run's patches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A module or class attribute that held a replaced symbol."""
-
-    owner: Any
-    name: str
-    original: Any
-    replacement: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +90,8 @@ class State:
     complete: Callable[[Sequence[torch.nn.Module]], None] = lambda _: None
     """Installs the patches that these models need though no flag says so."""
     compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's
-    replaced: dict[Scope, dict[str, list[Place]]] = field(default_factory=lambda: {"run": {}, "process": {}})
-    """Target of a patch -> places where it was replaced."""
+    replaced: dict[Scope, dict[str, Finding]] = field(default_factory=lambda: {"run": {}, "process": {}})
+    """Target of a patch -> what it replaced."""
     refused: dict[str, str] = field(default_factory=dict)
     """Symbol that is not replaced, since its contract is broken -> why; an error where a script needs it."""
     leave_cpu: contextlib.ExitStack | None = None  # undoes CPU mode while it is on

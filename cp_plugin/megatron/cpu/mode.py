@@ -29,7 +29,7 @@ from cp_plugin.engine.common.names import one_of
 from cp_plugin.megatron.cpu.cuda_surface import OnCpu, surface
 from cp_plugin.megatron.flags.args import DEVICES
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.patching import Call, Contract, Patch, wraps
+from cp_plugin.megatron.patches.patching import Call, Patch, wraps
 from cp_plugin.megatron.state import STATE
 
 _HIDDEN = (
@@ -217,21 +217,23 @@ def _rebind(pairs: Sequence[tuple[Any, Any]]) -> None:
             setattr(module, name, new[id(value)])
 
 
-def _allow_sequence_parallel(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+@wraps(
+    "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+    "sequence parallelism with torch's norms",
+    "config",
+    otherwise="gradients of norms would not be summed over the tensor-parallel ranks",
+)
+def replace_torch_norm(call: Call) -> torch.nn.Module:
     """Let Megatron's torch norm support sequence parallelism.
 
     It only needs a mark on the parameters, by which their gradients are summed over the tensor-parallel ranks.
     """
-
-    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        norm = original(cls, plain, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    return staticmethod(__new__)
+    parallel, plain = call["config"].sequence_parallel, copy.copy(call["config"])
+    plain.sequence_parallel = False
+    norm = call.original(config=plain)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = parallel
+    return norm
 
 
 def no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
@@ -281,30 +283,24 @@ def accept_channels(original: Callable[..., None]) -> Callable[..., None]:
 
 PATCHES = (
     Patch(
-        target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-        make=accept_channels,
-        reason="multi-latent attention on one rank",
-        contract=Contract("wraps", ("config",)),
+        "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+        accept_channels,
+        "multi-latent attention on one rank",
+        parameters=("config",),
         otherwise="a model with multi-latent attention could not be built",
     ),
+    replace_torch_norm,
     Patch(
-        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        make=_allow_sequence_parallel,
-        reason="sequence parallelism with torch's norms",
-        contract=Contract("wraps", ("config",)),
-        otherwise="gradients of norms would not be summed over the tensor-parallel ranks",
-    ),
-    Patch(
-        target="megatron.training.initialize:_warmup_jit_function",
-        make=no_warm_up,
-        reason="a warm-up that draws random numbers before the weights",
+        "megatron.training.initialize:_warmup_jit_function",
+        no_warm_up,
+        "a warm-up that draws random numbers before the weights",
         otherwise="initial weights would depend on the number of ranks",
         required=False,
     ),
     Patch(
-        target="megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
-        make=lambda original: lambda module: False,
-        reason="layers for inference, whose classes Megatron lacks without Transformer Engine",
+        "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
+        lambda original: lambda module: False,
+        "layers for inference, whose classes Megatron lacks without Transformer Engine",
         required=False,
     ),
     replace_dot_product_attention,
@@ -318,9 +314,9 @@ def _compile_nothing(undo: contextlib.ExitStack) -> None:
 
 
 COMPILE = Patch(
-    target="megatron.core.datasets.utils:compile_helpers",
-    make=lambda original: lambda: None,
-    reason="the dataset helper of a wheel, which is compiled",
+    "megatron.core.datasets.utils:compile_helpers",
+    lambda original: lambda: None,
+    "the dataset helper of a wheel, which is compiled",
     required=False,
 )
 

@@ -75,6 +75,6 @@ def _row(patch: Any, *, needed: bool) -> dict[str, Any]:
         state, broken = found.state, found.broken or ""
         if broken and found.original is not None:
             broken = patching.refusal([found])
-    row: dict[str, Any] = {"symbol": patch.target, "contract": patch.contract.form, "state": state}
+    row: dict[str, Any] = {"symbol": patch.target, "contract": patch.form, "state": state}
     row |= {"called_by": patch.called_by, "otherwise": patch.otherwise}
     return row | {"for": patch.reason, "needed": needed, "late": patch.late, "broken": broken}

@@ -1,6 +1,6 @@
 """Patching: replaces symbols of Megatron-Core.
 
-A ``Patch`` names a symbol and makes its replacement from the original, if the patch's ``Contract`` holds. ``wraps``,
+A ``Patch`` names a symbol, and makes its replacement if the original keeps the contract of the patch. ``wraps``,
 ``replaces`` and ``registers`` make one of a function of the ``Call``, beside which a reader finds it. A function is
 replaced in every imported module that holds it, under any name, since Megatron and users' scripts import by value;
 modules imported later find the replacement in the symbol's own module. Patches of a run and of the process (such as CPU
@@ -25,7 +25,7 @@ import torch
 from cp_plugin.engine.common.versions import MEGATRON_RANGE, megatron_supported
 from cp_plugin.megatron.compat import find, hybrid_pattern, megatron_version
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.state import STATE, Place, Scope
+from cp_plugin.megatron.state import STATE, Scope
 
 _WITHOUT_MEGATRON = frozenset(
     {
@@ -41,41 +41,6 @@ Form = Literal["registers", "wraps", "replaces"]
 """Registers: an interface of Megatron's for such an addition, with the parameters that the plugin serves. Wraps: it
 calls the original, which has the parameters that it reads or changes. Replaces: it runs instead of the original, and
 knows all parameters that are required or set in a call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contract:
-    """What a patch relies on."""
-
-    form: Form = "wraps"
-    parameters: tuple[str, ...] = ()
-    """That the original must have; of a replacement, all that it takes into account."""
-    optional: tuple[str, ...] = ()
-    """Those that only some versions have."""
-
-    def broken(self, original: Any) -> str | None:
-        """What the original has otherwise than the patch relies on; None: nothing."""
-        if not self.parameters and self.form == "wraps":
-            return None
-        try:
-            found = inspect.signature(original).parameters
-        except (TypeError, ValueError) as error:
-            return f"its parameters cannot be read ({error})"
-        if absent := [name for name in self.parameters if name not in found]:
-            return f"it has no parameter {', '.join(absent)}"
-        if self.form != "wraps" and (asked := [name for name in self.others(found) if _required(found[name])]):
-            return f"it requires {', '.join(asked)}, which cp_plugin does not know"
-        return None
-
-    def others(self, found: Mapping[str, inspect.Parameter]) -> list[str]:
-        """Return the parameters that the patch does not know."""
-        known = {"self", "cls", *self.parameters, *self.optional}
-        return [name for name in found if name not in known]
-
-
-def _required(parameter: inspect.Parameter) -> bool:
-    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is inspect.Parameter.empty and parameter.kind not in fixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +78,12 @@ class Patch:
     """original -> replacement."""
     reason: str
     """What for; shown in the start-up audit."""
-    contract: Contract = Contract()
-    """What it relies on in the original."""
     _: KW_ONLY
+    form: Form = "wraps"
+    parameters: tuple[str, ...] = ()
+    """What the original must have; of a replacement, all that it takes into account."""
+    optional: tuple[str, ...] = ()
+    """Parameters that only some versions have."""
     called_by: str = ""
     """Who names the symbol directly, so that no interface of Megatron's serves instead; empty: it is an interface."""
     otherwise: str = ""
@@ -133,6 +101,26 @@ class Patch:
     def __call__(self, original: Any) -> Any:
         """Make the replacement."""
         return self.make(original)
+
+    def broken(self, original: Any) -> str | None:
+        """Return what the original has otherwise than the patch relies on; None: nothing."""
+        if not self.parameters and self.form == "wraps":
+            return None
+        try:
+            found = inspect.signature(original).parameters
+        except (TypeError, ValueError) as error:
+            return f"its parameters cannot be read ({error})"
+        if absent := [name for name in self.parameters if name not in found]:
+            return f"it has no parameter {', '.join(absent)}"
+        fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        asked = [x.name for x in self.others(found) if x.default is inspect.Parameter.empty and x.kind not in fixed]
+        if asked and self.form != "wraps":
+            return f"it requires {', '.join(asked)}, which cp_plugin does not know"
+        return None
+
+    def others(self, found: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
+        """Return the parameters that the patch does not know."""
+        return [x for name, x in found.items() if name not in {"self", "cls", *self.parameters, *self.optional}]
 
 
 class Call:
@@ -166,23 +154,39 @@ def _declared(
     def replace_double(call: Call) -> int:
         return 2 * call.original() + call["x"]
 
+    A replacement refuses values other than the defaults for parameters that it does not know. While the start-up check
+    computes on one rank, the original runs: what one rank trains.
+
     Args:
-        parameters, optional: of the contract, separated by spaces.
+        parameters, optional: separated by spaces.
         more: further fields of the patch.
     """
-    contract = Contract(form, tuple(parameters.split()), tuple(optional.split()))
 
     def declare(replacement: Callable[[Call], Any]) -> Patch:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            from megatron.core import parallel_state  # CPU mode comes before it
+
             signature = inspect.signature(original)
+            others = patch.others(signature.parameters) if form == "replaces" else []
 
             @functools.wraps(original)
             def replaced(*positional: Any, **named: Any) -> Any:
-                return replacement(Call(original, signature.bind(*positional, **named)))
+                if form == "replaces" and STATE.trial and parallel_state.get_context_parallel_world_size() == 1:
+                    return original(*positional, **named)
+                bound = signature.bind(*positional, **named)
+                for x in others:
+                    if x.name in bound.arguments and (value := bound.arguments[x.name]) is not x.default:
+                        raise ValueError(
+                            f"{target} was called with {x.name}={value!r}, a parameter that this Megatron added and "
+                            "cp_plugin does not know: leave it out, or use --cp-provider upstream"
+                        )
+                return replacement(Call(original, bound))
 
             return replaced
 
-        return Patch(target, make, reason, contract, **more)
+        split = {"parameters": tuple(parameters.split()), "optional": tuple(optional.split())}
+        patch = Patch(target, make, reason, form=form, **split, **more)
+        return patch
 
     return declare
 
@@ -198,6 +202,7 @@ class Finding:
 
     patch: Patch
     owner: Any = None
+    """The module or class that defines the symbol."""
     original: Any = None
     replacement: Any = None
     broken: str | None = None
@@ -227,18 +232,10 @@ def install(patches: Sequence[Patch], scope: Scope = "run", *, packs: bool = Fal
         raise ValueError(refusal(now))
     STATE.refused |= {found.patch.target: refusal([found]) for found in broken}
     findings = [found for found in findings if not found.broken]
-    holders = _holders([found.original for found in findings if not isinstance(found.owner, type)])
-    made: dict[str, list[Place]] = {}
-    for found in findings:
-        target, name = found.patch.target, found.patch.target.rpartition(":")[2].rpartition(".")[2]
-        places = [(found.owner, name)] if isinstance(found.owner, type) else holders[id(found.original)]
-        if found.patch.only_in is not None:
-            places = [(module, name) for module, name in places if module.__name__ == found.patch.only_in]
-        made[target] = [Place(where, name, found.original, found.replacement) for where, name in places]
-    for target, places in made.items():
-        STATE.replaced[scope][target] = places
-        for place in places:
-            setattr(place.owner, place.name, place.replacement)
+    STATE.replaced[scope] |= {found.patch.target: found for found in findings}
+    for found, owner, name in _places(findings, "original"):
+        if found.patch.only_in in (None, owner.__name__):
+            setattr(owner, name, found.replacement)
 
 
 def examine(patch: Patch) -> Finding:
@@ -247,39 +244,9 @@ def examine(patch: Patch) -> Finding:
         owner, original = find(patch.target)
     except ValueError as error:
         return Finding(patch=patch, broken=str(error) if patch.required else None)
-    replacement = patch.make(original)
-    plain = original.__func__ if isinstance(original, staticmethod) else original
-    broken = patch.contract.broken(plain)
-    if broken is None and patch.contract.form == "replaces":
-        replacement = _guarded(patch, plain, replacement)
+    broken = patch.broken(original)
+    replacement = None if broken else patch.make(original)
     return Finding(patch=patch, owner=owner, original=original, replacement=replacement, broken=broken)
-
-
-def _guarded(patch: Patch, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement, which refuses values other than the defaults for parameters that it does not know.
-
-    While the start-up check computes on one rank, the original: what one rank trains.
-    """
-    from megatron.core import parallel_state
-
-    found = inspect.signature(original)
-    others = patch.contract.others(found.parameters)
-
-    @functools.wraps(original)
-    def guarded(*positional: Any, **named: Any) -> Any:
-        if STATE.trial and parallel_state.get_context_parallel_world_size() == 1:
-            return original(*positional, **named)
-        given = found.bind(*positional, **named).arguments if others else {}
-        for name in others:
-            if name in given and given[name] is not found.parameters[name].default:
-                raise ValueError(
-                    f"{patch.target} was called with {name}={given[name]!r}, a parameter that this Megatron added and "
-                    "cp_plugin does not know: leave it out, or use --cp-provider upstream"
-                )
-            named.pop(name, None)
-        return replacement(*positional, **named)
-
-    return guarded
 
 
 def refusal(findings: Sequence[Finding]) -> str:
@@ -304,18 +271,12 @@ def allow_packs() -> None:
 
 
 def undo(scope: Scope = "run") -> None:
-    """Restore every original, in reverse order."""
-    active = STATE.replaced[scope]
+    """Restore every original, also in modules that were imported meanwhile."""
+    findings = list(STATE.replaced[scope].values())
+    STATE.replaced[scope].clear()
     STATE.refused.clear()
-    firsts = [places[0] for places in active.values() if not isinstance(places[0].owner, type)]
-    holders = _holders([first.replacement for first in firsts])  # includes modules imported meanwhile
-    while active:
-        _, places = active.popitem()
-        for place in places:
-            if vars(place.owner).get(place.name) is place.replacement:
-                setattr(place.owner, place.name, place.original)
-        for owner, name in holders.get(id(places[0].replacement), ()):
-            setattr(owner, name, places[0].original)
+    for found, owner, name in _places(findings, "replacement"):
+        setattr(owner, name, found.original)
 
 
 def installed(scope: Scope = "run") -> list[str]:
@@ -349,12 +310,12 @@ def inner_model(chunk: torch.nn.Module) -> Any:
 
 def original(target: str) -> Any:
     """The symbol as Megatron defines it, replaced or not."""
-    places = replaced_at(target)
-    return find(target)[1] if places is None else places[0].original
+    found = replaced_at(target)
+    return find(target)[1] if found is None else found.original
 
 
-def replaced_at(target: str) -> list[Place] | None:
-    """Where a symbol has been replaced, in either scope; None: nowhere."""
+def replaced_at(target: str) -> Finding | None:
+    """What has been found of a symbol that is replaced, in either scope; None: it is not."""
     return next((replaced[target] for replaced in STATE.replaced.values() if target in replaced), None)
 
 
@@ -381,11 +342,12 @@ def check_version() -> None:
         )
 
 
-def _holders(symbols: Sequence[Any]) -> dict[int, list[tuple[Any, str]]]:
-    """id of each symbol -> every (module, name) that holds this object, in one pass over the modules."""
-    found: dict[int, list[tuple[Any, str]]] = {id(symbol): [] for symbol in symbols}
-    for module in importers().values() if found else ():
-        for name, value in list(vars(module).items()):
-            if id(value) in found:
-                found[id(value)].append((module, name))
-    return found
+def _places(findings: Sequence[Finding], what: str) -> Iterator[tuple[Finding, Any, str]]:
+    """Every (finding, owner, name) that holds its original, or its replacement, in one pass over the modules."""
+    wanted = {id(getattr(found, what)): found for found in findings}
+    in_classes = [(vars(found.owner), found.owner) for found in findings if isinstance(found.owner, type)]
+    in_modules = [(vars(module), module) for module in importers().values()] if wanted else []
+    for names, owner in (*in_classes, *in_modules):
+        for name, value in list(names.items()):
+            if id(value) in wanted:
+                yield wanted[id(value)], owner, name

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.patching import Contract, Patch
+from cp_plugin.megatron.patches.patching import Patch, replaces
 from cp_plugin.megatron.state import STATE
 
 SOURCE = '''
@@ -47,6 +47,9 @@ def _patch(
     **more: Any,
 ) -> Patch:
     return Patch(target=target, make=make, reason="a test", **more)
+
+
+TENFOLD = replaces("somelib:slow", "a test", "x")(lambda call: 10 * call.original())
 
 
 def _held_by_megatron() -> set[str]:
@@ -99,8 +102,8 @@ def test_a_function_is_replaced_wherever_it_was_imported_by_value(library: types
 
 def test_all_broken_contracts_are_named_and_nothing_is_replaced(library: types.ModuleType) -> None:
     bad = [
-        _patch(contract=Contract("wraps", ("batch", "group")), otherwise="ranks would keep other tokens"),
-        _patch("somelib:Provider.answer", lambda original: original, contract=Contract("registers", ("question",))),
+        _patch(parameters=("batch", "group"), otherwise="ranks would keep other tokens"),
+        _patch("somelib:Provider.answer", lambda original: original, form="registers", parameters=("question",)),
         _patch("somelib:gone", lambda original: original),
     ]
     with pytest.raises(ValueError, match="cannot run on this megatron-core") as error:
@@ -119,7 +122,7 @@ def test_all_broken_contracts_are_named_and_nothing_is_replaced(library: types.M
 
 
 def test_what_only_packs_need_stops_packs_only(library: types.ModuleType) -> None:
-    patching.install([_patch(contract=Contract("wraps", ("batch",)), late=True), _patch("somelib:gone", late=True)])
+    patching.install([_patch(parameters=("batch",), late=True), _patch("somelib:gone", late=True)])
     assert patching.installed() == [] and library.slow(1) == 2
     with pytest.raises(ValueError, match=r"(?s)this batch has packed documents.*somelib:slow"):
         patching.allow_packs()
@@ -137,7 +140,7 @@ def test_the_start_up_check_on_one_rank_runs_what_is_replaced(
 ) -> None:
     from megatron.core import parallel_state
 
-    patching.install([_patch(contract=Contract("replaces", ("x",)))])
+    patching.install([TENFOLD])
     monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 1)
     assert library.slow(1) == 20
     monkeypatch.setattr(STATE, "trial", True)
@@ -153,15 +156,14 @@ def test_a_parameter_that_a_later_version_adds(library: types.ModuleType, monkey
     def required(x: int, y: int) -> int:
         return x + y
 
-    contract = Contract("replaces", ("x",))
     monkeypatch.setattr(library, "slow", slow)
-    patching.install([_patch(contract=contract)])
+    patching.install([TENFOLD])
     assert library.slow(1) == library.slow(1, mode="plain") == library.slow(1, y=3) == 40
     with pytest.raises(ValueError, match="somelib:slow was called with mode='other', a parameter that this Megatron"):
         library.slow(1, mode="other")
     patching.undo()
     monkeypatch.setattr(library, "slow", required)
-    assert "it requires y" in str(patching.examine(_patch(contract=contract)).broken)
+    assert "it requires y" in str(patching.examine(TENFOLD).broken)
 
 
 def test_a_symbol_that_another_extension_replaced_is_wrapped_in_turn(library: types.ModuleType) -> None:
@@ -172,7 +174,7 @@ def test_a_symbol_that_another_extension_replaced_is_wrapped_in_turn(library: ty
         return original(x) - 1
 
     library.slow = somebody_elses
-    patching.install([_patch(contract=Contract("wraps", ("x",)))])
+    patching.install([_patch(parameters=("x",))])
     assert library.slow(1) == 10
     patching.undo()
 
