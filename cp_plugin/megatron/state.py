@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
@@ -21,9 +21,6 @@ from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.methods.protocol import Kind
 from cp_plugin.engine.methods.registry import Resolved
 from cp_plugin.megatron.flags.args import Settings
-
-if TYPE_CHECKING:
-    from cp_plugin.megatron.patches.patching import Finding
 
 Scope = Literal["run", "process"]
 """Lifetime of a patch: a run, or the process (CPU mode, wheel), which outlives a run's patches."""
@@ -90,8 +87,8 @@ class State:
     complete: Callable[[Sequence[torch.nn.Module]], None] = lambda _: None
     """Installs the patches that these models need though no flag says so."""
     compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's
-    replaced: dict[Scope, dict[str, Finding]] = field(default_factory=lambda: {"run": {}, "process": {}})
-    """Target of a patch -> what it replaced."""
+    replaced: dict[Scope, dict[str, Any]] = field(default_factory=lambda: {"run": {}, "process": {}})
+    """Target of a patch -> its ``patching.Finding``."""
     refused: dict[str, str] = field(default_factory=dict)
     """Symbol that is not replaced, since its contract is broken -> why; an error where a script needs it."""
     leave_cpu: contextlib.ExitStack | None = None  # undoes CPU mode while it is on
