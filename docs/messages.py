@@ -13,7 +13,7 @@ from cp_plugin.nemo import refusals as nemo
 
 RULES: dict[str, tuple[Rule, ...]] = {**rules.RULES, "NeMo": (nemo.MODEL, *nemo.RULES, *nemo.ON_CPU)}
 """All rules, by what they look at."""
-_FILLED = re.compile(r"{(\w+)[^}]*}")
+_FILLED = re.compile(r"{(?:[\w.]*\.)?(\w+)[^}]*}")
 """What a run fills in."""
 
 

@@ -110,7 +110,7 @@ def graphs_table() -> str:
 def _graph(impl: str, part: str | None) -> str:
     args = SimpleNamespace(cuda_graph_impl=impl, cuda_graph_modules=[part] if part else [])
     found = cuda_graphs.CUDA_GRAPH.looks_at(SimpleNamespace(args=args))
-    return "yes" if found is None else f"no: {found['captured']}"
+    return f"no: {found['captured']}" if found else "yes"
 
 
 VERSIONS = ("0.18", "0.19", "0.20")
@@ -150,6 +150,6 @@ def _refused_in(version: str, args: Mapping[str, Any]) -> str | None:
         settings=SimpleNamespace(pad_sequence=True),
     )
     for rule in (*models.RULES, *layout.RULES, *experts.RULES):
-        if "{version}" in rule.what + rule.why and (found := rule.looks_at(run)) is not None:
-            return rule.why.replace("megatron-core {version}", "this version").format(**found)
+        if "{0.version}" in rule.why and rule.looks_at(run):
+            return rule.why.replace("megatron-core {0.version}", "this version")
     return None

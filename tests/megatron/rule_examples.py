@@ -164,4 +164,4 @@ def check(rule: Rule, said: str | None, names: str) -> None:
     assert "{" not in said.replace("{}", ""), said
     if rule.kind == "refuse":
         assert rule.fix, "it does not say what to do"
-        assert re.search(re.sub(r"\\?{\w+\\?}", ".*", re.escape(rule.fix)), said), said
+        assert re.search(re.sub(r"\\?{[\w.\\]+}", ".*", re.escape(rule.fix)), said), said

@@ -37,12 +37,11 @@ LINEAR = layers.LINEAR
 ON_CPU = Rule(
     name="upstream on the CPU",
     example="--context-parallel-size 4 --cp-provider upstream",
-    what="--context-parallel-size {size} on the CPU needs --cp-provider with one of {names}",
+    what="--context-parallel-size {0.args.context_parallel_size} on the CPU needs --cp-provider with one of {names}",
     why="stock Megatron's context parallelism needs Transformer Engine, on CUDA",
     fix="add one, or leave --context-parallel-size out",
     looks_at=lambda run: when(
         not run.settings.active and run.args.context_parallel_size > 1 and _attends(run),
-        size=run.args.context_parallel_size,
         names=", ".join([AUTO, *providers.names()]),
     ),
     sentence=True,

@@ -7,7 +7,6 @@ padding (``--cp-pad-sequence``), or ignore the padded length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cp_plugin.megatron.compat import masks_expert_bias
@@ -39,39 +38,25 @@ def balancing(settings: Any) -> list[str]:
     return [kinds] if isinstance(kinds, str) else list(kinds or ())
 
 
-def _sequences_of_packs(run: Run) -> Found:
+def _sequences_of_packs(run: Run) -> bool:
     """A pack of several samples is divided as one sequence, so no rank's part is a number of whole samples."""
     args = run.args
     asked = args.num_experts and run.packed and args.micro_batch_size > 1 and "seq_aux_loss" in balancing(args)
-    lossy = asked and args.context_parallel_size > 1 and spelled(args, ("--moe-aux-loss-coeff",), nonzero)
-    return when(lossy, packed=run.packed, batch=args.micro_batch_size)
+    return bool(asked and args.context_parallel_size > 1 and spelled(args, ("--moe-aux-loss-coeff",), nonzero))
 
 
 _UNMASKED = ("quantile_balancing",)  # load balancing without padding masks
+_PADDED = "{0.padding} tokens of padding (--cp-pad-sequence)"
 _FIX = "leave it out, or use a --seq-length that needs no padding"
 
 
-def _with_experts(found: Callable[[Run], Found]) -> Callable[[Run], Found]:
-    """Apply only to models with experts and padded sequences."""
-    return lambda run: found(run) if run.args.num_experts and run.padding else None
+def _padded_experts(run: Run) -> bool:
+    return bool(run.args.num_experts and run.padding)
 
 
-@_with_experts
 def _balancing(run: Run) -> Found:
     unmasked = [kind for kind in balancing(run.args) if kind in _UNMASKED]
-    return when(unmasked, kind=" ".join(unmasked), padding=run.padding)
-
-
-@_with_experts
-def _expert_bias(run: Run) -> Found:
-    wrong = run.args.moe_router_enable_expert_bias and not masks_expert_bias(run.version)
-    return when(wrong, version=run.version, padding=run.padding)
-
-
-@_with_experts
-def _packed_experts(run: Run) -> Found:
-    batch = run.args.micro_batch_size
-    return when(run.packed and batch > 1, packed=run.packed, batch=batch, padding=run.padding)
+    return when(unmasked and _padded_experts(run), kind=" ".join(unmasked))
 
 
 RULES = (
@@ -91,7 +76,7 @@ RULES = (
         what="--moe-router-load-balancing-type sinkhorn",
         why="it would balance each rank's part of the sequence separately",
         fix="use aux_loss, seq_aux_loss, global_aux_loss, or quantile_balancing if this Megatron has it",
-        looks_at=lambda run: when(
+        looks_at=lambda run: (
             run.args.num_experts and run.args.context_parallel_size > 1 and "sinkhorn" in balancing(run.args)
         ),
         late=True,
@@ -100,7 +85,8 @@ RULES = (
         name="balance of each sequence in packs",
         example="--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --num-experts 4 "
         "--sft --micro-batch-size 2",
-        what="{packed} and --moe-router-load-balancing-type seq_aux_loss with --micro-batch-size {batch}",
+        what="{0.packed} and --moe-router-load-balancing-type seq_aux_loss with "
+        "--micro-batch-size {0.args.micro_batch_size}",
         why="all samples of a micro-batch form one pack, which is split across the ranks as a whole",
         fix="use --micro-batch-size 1, or aux_loss or global_aux_loss",
         looks_at=_sequences_of_packs,
@@ -109,7 +95,7 @@ RULES = (
     Rule(
         name="balancing of padding",
         example="--moe-router-load-balancing-type quantile_balancing --num-experts 4 --seq-length 62 --cp-pad-sequence",
-        what="--moe-router-load-balancing-type {kind} with {padding} tokens of padding (--cp-pad-sequence)",
+        what=f"--moe-router-load-balancing-type {{kind}} with {_PADDED}",
         why="it would balance the padding, too",
         fix="use aux_loss, or a --seq-length that needs no padding",
         looks_at=_balancing,
@@ -118,29 +104,30 @@ RULES = (
     Rule(
         name="expert bias and padding",
         example="--moe-router-enable-expert-bias --num-experts 4 --seq-length 62 --cp-pad-sequence",
-        what="--moe-router-enable-expert-bias with {padding} tokens of padding (--cp-pad-sequence)",
-        why="megatron-core {version} cannot exclude padding from it",
+        what=f"--moe-router-enable-expert-bias with {_PADDED}",
+        why="megatron-core {0.version} cannot exclude padding from it",
         fix=f"use megatron-core 0.20 or newer, {_FIX}",
-        looks_at=_expert_bias,
+        looks_at=lambda run: (
+            _padded_experts(run) and run.args.moe_router_enable_expert_bias and not masks_expert_bias(run.version)
+        ),
         late=True,
     ),
     Rule(
         name="experts in padded micro-batches of packs",
         example="--micro-batch-size 3 --num-experts 4 --sft --seq-length 62 --cp-pad-sequence",
-        what="{packed} and --num-experts with --micro-batch-size {batch} and {padding} tokens of padding "
-        "(--cp-pad-sequence)",
+        what=f"{{0.packed}} and --num-experts with --micro-batch-size {{0.args.micro_batch_size}} and {_PADDED}",
         why="Megatron splits a micro-batch's pack again for experts, and every part would need its own padding",
         fix="use --micro-batch-size 1, or a --seq-length that needs no padding",
-        looks_at=_packed_experts,
+        looks_at=lambda run: _padded_experts(run) and run.packed and run.args.micro_batch_size > 1,
         late=True,
     ),
     Rule(
         name="overlapped tensor parallelism and padding",
         example="--tp-comm-overlap --num-experts 4 --seq-length 62 --cp-pad-sequence",
-        what="--tp-comm-overlap with {padding} tokens of padding (--cp-pad-sequence)",
+        what=f"--tp-comm-overlap with {_PADDED}",
         why="its buffers are sized for --seq-length",
         fix=_FIX,
-        looks_at=lambda run: when(run.padding and run.args.tp_comm_overlap, padding=run.padding),
+        looks_at=lambda run: run.padding and run.args.tp_comm_overlap,
         late=True,
     ),
 )

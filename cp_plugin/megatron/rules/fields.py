@@ -6,10 +6,9 @@ another value than its default, until it is in this table: trained without it, l
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -43,50 +42,25 @@ KNOWN = {name: "honoured" for name in _HONOURED.split()} | {name: "harmless" for
 chooses among kernels with the same result, or means nothing without a flag that has a rule."""
 _FILES = ("transformer/attention.py", "transformer/dot_product_attention.py", "transformer/multi_latent_attention.py")
 _FOLDERS = ("ssm", "ops/ssm")
+_READ = re.compile(r"(?:config|cfg)\.(\w+)|\b(?:get|has)attr\(\s*[\w.]*(?:config|cfg),\s*[\"'](\w+)[\"']")
+"""``config.x``, and ``getattr(config, "x")``."""
 _ENGINE, _ITS_ATTENTION = "extensions/transformer_engine.py", "TEDotProductAttention"
 
 
+@lru_cache(maxsize=4)
 def read(core: Path) -> frozenset[str]:
     """Attributes that these layers read of a configuration; core: the folder of ``megatron.core``."""
-    return frozenset(name for text in _sources(core) for name in _read(text))
-
-
-@lru_cache(maxsize=4)
-def _sources(core: Path) -> list[str]:
     files = [core / file for file in _FILES]
     files += [file for folder in _FOLDERS for file in sorted((core / folder).rglob("*.py"))]
-    found = [_text(file) for file in files]
-    for file in files:  # and what was put in the place of its functions
+    for file in list(files):  # and what was put in the place of its functions
         module = sys.modules.get(".".join(("megatron.core", *file.relative_to(core).with_suffix("").parts)))
         kinds = [vars(kind).values() for kind in vars(module).values() if isinstance(kind, type)] if module else []
         codes = {one.__code__.co_filename for kind in kinds for one in kind if isinstance(one, FunctionType)}
-        found += [_text(Path(code)) for code in sorted(codes) if code.endswith(file.name) and code != str(file)]
-    whole = _text(core / _ENGINE)
-    return found + [
-        body[0] for body in re.finditer(rf"^( *)class {_ITS_ATTENTION}\b.*\n(?:\1 +.*\n| *\n)*", whole, re.M)
-    ]
-
-
-@lru_cache(maxsize=256)
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8") if file.exists() else ""
-
-
-@lru_cache(maxsize=256)
-def _read(text: str) -> frozenset[str]:
-    return frozenset(_names(ast.parse(text if text[:1] != " " else f"if True:\n{text}")))
-
-
-def _names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            owner, name = node.value, node.attr
-        elif isinstance(node, ast.Call) and len(node.args) > 1 and ast.unparse(node.func) in ("getattr", "hasattr"):
-            owner, name = node.args[0], getattr(node.args[1], "value", None)
-        else:
-            continue
-        if ast.unparse(owner).endswith(("config", "cfg")) and isinstance(name, str):
-            yield name
+        files += [Path(code) for code in codes if code.endswith(file.name) and code != str(file)]
+    texts = {file: file.read_text(encoding="utf-8") for file in (*files, core / _ENGINE) if file.exists()}
+    engine = re.search(rf"^( *)class {_ITS_ATTENTION}\b.*\n(?:\1 +.*\n| *\n)*", texts.pop(core / _ENGINE, ""), re.M)
+    found = _READ.findall("\n".join([*texts.values(), engine[0] if engine else ""]))
+    return frozenset(name for pair in found for name in pair if name)
 
 
 def _unknown(subject: Any) -> Found:
@@ -94,10 +68,9 @@ def _unknown(subject: Any) -> Found:
     if spec is None:
         return None
     given = {name: value for name, (value, default) in _others(args).items() if not _same(value, default)}
-    sources = _sources(Path(next(iter(spec.submodule_search_locations or ()))))
-    for name in list(given):
-        if not any(name in text and name in _read(text) for text in sources):
-            del given[name]
+    if given:
+        theirs = read(Path(next(iter(spec.submodule_search_locations or ()))))
+        given = {name: value for name, value in given.items() if name in theirs}
     if given and is_dataclass(args):
         given = _not_derived(args, given)
     flags = ", ".join(f"--{name.replace('_', '-')}{shown(value)}" for name, value in given.items())

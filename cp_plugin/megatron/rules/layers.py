@@ -14,7 +14,7 @@ from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import flags
 from cp_plugin.megatron.rules.cuda_graphs import CUDA_GRAPH
 from cp_plugin.megatron.rules.fields import UNKNOWN
-from cp_plugin.megatron.rules.rule import Found, Rule, flag, given, refuse, shown, when
+from cp_plugin.megatron.rules.rule import Found, Rule, flag, refuse, shown, when
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -54,47 +54,20 @@ class Call(NamedTuple):
     pads: bool = False  # ``--cp-pad-sequence``
 
 
-def _shape(call: Call) -> Found:
-    packed = call.packed is not None
-    return when(call.query.dim() != 4 - packed, shape=tuple(call.query.shape), packed=packed)
-
-
-def _partition(call: Call) -> Found:
-    """Newer packs name their layout (Megatron-LM #6912); zigzag is the default, and stands for the provider's."""
-    mode = getattr(call.packed, "cp_partition_mode", "zigzag")
-    return when(mode not in ("zigzag", call.layout), mode=mode, layout=call.layout)
-
-
-def _mask_type(call: Call) -> Found:
-    name = call.mask_type.name
-    return when(name not in CAUSAL or (name in _OF_PACKED and call.packed is None), type=name)
-
-
-def _padding(call: Call) -> Found:
-    name = call.mask_type.name
-    return when(call.pads and call.packed is None and not CAUSAL.get(name, True), type=name)
-
-
-def _mask(call: Call) -> Found:
-    if call.attention_mask is None:
-        return None
-    return {"shape": tuple(call.attention_mask.shape), "type": call.mask_type.name}
-
-
 LAYER = (
     Rule(
         name="cross-attention",
-        what="{type} attention",
+        what="{0.attention_type} attention",
         why="only self-attention is sharded over ranks",
         fix="use --cp-provider upstream for this model",
-        looks_at=lambda layer: when(layer.attention_type != "self", type=layer.attention_type),
+        looks_at=lambda layer: layer.attention_type != "self",
     ),
     Rule(
         name="layer with a fused rotation of MLA",
         what="RoPE fusion in multi-latent attention",
         why="it is not tested with the plugin",
         fix="use --no-rope-fusion",
-        looks_at=lambda layer: when(layer.args.multi_latent_attention and layer.args.apply_rope_fusion),
+        looks_at=lambda layer: layer.args.multi_latent_attention and layer.args.apply_rope_fusion,
     ),
     replace(
         flags.DROPOUT,
@@ -120,17 +93,17 @@ LAYER = (
 LINEAR_LAYER = (
     Rule(
         name="linear layer with a scale",
-        what="a scale of the scores (softmax_scale {scale})",
+        what="a scale of the scores (softmax_scale {0.scale})",
         why="linear attention has a scale of its own",
         fix="leave it out",
-        looks_at=lambda layer: when(layer.scale is not None, scale=layer.scale),
+        looks_at=lambda layer: layer.scale is not None,
     ),
     Rule(
         name="linear layer with a window",
         what="a sliding window (--window-size)",
         why="all layers of this model are linear",
         fix="leave it out, or keep some softmax layers: --cp-layer-pattern LLLN",
-        looks_at=lambda layer: when(
+        looks_at=lambda layer: (
             layer.args.window_size is not None and not (layer.settings.linear and layer.settings.linear.hybrid)
         ),
     ),
@@ -139,7 +112,7 @@ LINEAR_LAYER = (
         what="fused_single_qkv_rope",
         why="it leaves no place to compute a gate",
         fix="set it to False in the configuration",
-        looks_at=lambda layer: when(getattr(layer.args, "fused_single_qkv_rope", False)),
+        looks_at=lambda layer: getattr(layer.args, "fused_single_qkv_rope", False),
     ),
 )
 CALL = (
@@ -147,49 +120,56 @@ CALL = (
         name="shape of a call",
         what="queries of shape {shape}, packed documents (THD): {packed}",
         fix="pass [s/cp, b, h, d], or [t/cp, h, d] with packed_seq_params",
-        looks_at=_shape,
+        looks_at=lambda call: when(
+            call.query.dim() != (4 if call.packed is None else 3),
+            shape=tuple(call.query.shape),
+            packed=call.packed is not None,
+        ),
     ),
     Rule(
         name="dynamic groups of a call",
         what="dynamic context parallelism (--hybrid-context-parallel)",
         why="its groups change from batch to batch",
         fix="leave it out",
-        looks_at=lambda call: when(getattr(call.packed, "local_cp_size", None) is not None),
+        looks_at=lambda call: getattr(call.packed, "local_cp_size", None) is not None,
     ),
     Rule(
         name="partition of a pack",
-        what="packed documents with cp_partition_mode {mode!r}",
-        why="they are in the {layout} layout",
+        what="packed documents with cp_partition_mode {0.packed.cp_partition_mode!r}",
+        why="they are in the {0.layout} layout",
         fix="leave it out, and choose the layout with --cp-layout",
-        looks_at=_partition,
+        # newer packs name their layout (Megatron-LM #6912); zigzag is the default, and stands for the provider's
+        looks_at=lambda call: getattr(call.packed, "cp_partition_mode", "zigzag") not in ("zigzag", call.layout),
     ),
     Rule(
         name="bias of a call",
         what="an attention bias",
         why="the kernels do not add a bias to the scores",
         fix="pass None",
-        looks_at=lambda call: when(call.attention_bias is not None),
+        looks_at=lambda call: call.attention_bias is not None,
     ),
     Rule(
         name="mask type of a call",
-        what="the attention mask type {type}",
+        what="the attention mask type {0.mask_type.name}",
         why="only causal and no_mask are supported",
         fix="use one of these",
-        looks_at=_mask_type,
+        looks_at=lambda call: (
+            call.mask_type.name not in CAUSAL or (call.mask_type.name in _OF_PACKED and call.packed is None)
+        ),
     ),
     Rule(
         name="padding of a call",
-        what="the attention mask type {type} with --cp-pad-sequence",
+        what="the attention mask type {0.mask_type.name} with --cp-pad-sequence",
         why="every token would attend to the padding",
         fix="use a causal mask, or a --seq-length that needs no padding, without --cp-pad-sequence",
-        looks_at=_padding,
+        looks_at=lambda call: call.pads and call.packed is None and not CAUSAL.get(call.mask_type.name, True),
     ),
     Rule(
         name="mask of a call",
         what="an attention mask tensor (got one of shape {shape})",
-        why="the mask type determines the mask, here {type}",
+        why="the mask type determines the mask, here {0.mask_type.name}",
         fix="pass None as attention_mask (--no-create-attention-mask-in-dataloader)",
-        looks_at=_mask,
+        looks_at=lambda call: call.attention_mask is not None and {"shape": tuple(call.attention_mask.shape)},
     ),
     Rule(
         name="cache of a call",
@@ -203,7 +183,7 @@ CALL = (
         what="being captured in a CUDA graph",
         why="its communication cannot be captured",
         fix="use --cuda-graph-impl transformer_engine and name parts without attention: mlp, moe or moe_router",
-        looks_at=lambda call: when(call.capturing),
+        looks_at=lambda call: call.capturing,
     ),
 )
 
@@ -227,8 +207,7 @@ def check_call(layer_number: int, settings: Settings, *call: Any) -> None:
     """ValueError for everything unsupported in a call; ``call``: the first fields of a ``Call``."""
     given = Call(*call, pads=settings.pad_sequence)
     given = given._replace(capturing=given.query.is_cuda and torch.cuda.is_current_stream_capturing())
-    if any(rule.looks_at(given) is not None for rule in CALL):  # no formatting in a good call: each layer, each step
-        refuse(CALL, given, prefix=f"layer {layer_number}: {settings.asked} does not support ")
+    refuse(CALL, given, prefix=f"layer {layer_number}: {settings.asked} does not support ")
 
 
 _SHARDED = "sharding linear attention's own weights with FSDP is not tested"
@@ -236,18 +215,15 @@ _PATTERN = "its symbols define every layer, and none of them stands for linear a
 
 
 def _layers(run: Run) -> Found:
-    linear, layers = run.settings.linear, run.args.num_layers
-    assert linear is not None
-    length = len(linear.pattern)
-    return when(layers % length, pattern=linear.pattern, length=length, layers=layers)
+    assert run.settings.linear is not None
+    length = len(run.settings.linear.pattern)
+    return when(run.args.num_layers % length, length=length)
 
 
 def _heads(run: Run) -> Found:
-    linear, args = run.settings.linear, run.args
-    assert linear is not None
+    args = run.args
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    tp = args.tensor_model_parallel_size
-    return when(groups % tp, variant=linear.variant, groups=groups, tp=tp)
+    return when(groups % args.tensor_model_parallel_size, groups=groups)
 
 
 MLA = flag("--multi-latent-attention", why="its layers compute no gate, and its head sizes are not tested", linear=True)
@@ -271,7 +247,8 @@ LINEAR = (
     Rule(
         name="linear layers",
         example="--cp-layer-pattern LLL",
-        what="--cp-layer-pattern {pattern} has {length} letters, which does not divide --num-layers {layers}",
+        what="--cp-layer-pattern {0.settings.linear.pattern} has {length} letters, which does not divide "
+        "--num-layers {0.args.num_layers}",
         why="the pattern is repeated over the layers",
         fix="use a pattern whose length divides the number of layers",
         looks_at=_layers,
@@ -281,8 +258,10 @@ LINEAR = (
     Rule(
         name="linear heads",
         example="--tensor-model-parallel-size 4",
-        what="--cp-linear-attention {variant} splits the key/value heads across the tensor-parallel ranks",
-        why="{groups} heads (--num-query-groups) is not a multiple of --tensor-model-parallel-size {tp}",
+        what="--cp-linear-attention {0.settings.linear.variant} splits the key/value heads across the tensor-parallel "
+        "ranks",
+        why="{groups} heads (--num-query-groups) is not a multiple of --tensor-model-parallel-size "
+        "{0.args.tensor_model_parallel_size}",
         fix="use a smaller --tensor-model-parallel-size, or a larger --num-query-groups",
         looks_at=_heads,
         sentence=True,
@@ -306,41 +285,41 @@ class Continued:
 CONTINUED = (
     Rule(
         name="pipeline stages of a generation",
-        what="generation runs on one pipeline stage, got --pipeline-model-parallel-size {stages}",
+        what="generation runs on one pipeline stage, got --pipeline-model-parallel-size {0.stages}",
         fix="use 1; a torch_dist checkpoint can be loaded with any number of stages",
-        looks_at=lambda model: when(model.stages > 1, stages=model.stages),
+        looks_at=lambda model: model.stages > 1,
     ),
     Rule(
         name="attention of a generation",
         what="generation supports none of this model's attention layers",
         fix="use --transformer-impl local",
-        looks_at=lambda model: when(model.layers == 0),
+        looks_at=lambda model: model.layers == 0,
     ),
     Rule(
         name="sequence parallelism of a generation",
         what="generation runs without --sequence-parallel",
         why="it would split single tokens",
         fix="leave it out",
-        looks_at=given("sequence_parallel"),
+        looks_at=lambda model: model.sequence_parallel,
     ),
     Rule(
         name="states of a generation",
-        what="generation cannot continue {stateful}",
+        what="generation cannot continue {0.stateful}",
         why="the plugin does not keep their state between tokens",
         fix="use a model without them",
-        looks_at=given("stateful"),
+        looks_at=lambda model: model.stateful,
     ),
     Rule(
         name="layouts of a generation",
         what="generation runs without --linear-cp-layout contiguous",
         why="it shards a prompt in attention's layout",
         fix="leave it out",
-        looks_at=given("converted"),
+        looks_at=lambda model: model.converted,
     ),
     Rule(
         name="other attention of a generation",
-        what="generation cannot continue {other_attention}",
+        what="generation cannot continue {0.other_attention}",
         fix="use --transformer-impl local, or two or more context-parallel ranks with --cp-provider",
-        looks_at=given("other_attention"),
+        looks_at=lambda model: model.other_attention,
     ),
 )

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from cp_plugin.engine.core.layout import Layout
 from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.megatron.compat import weakens_expert_losses
-from cp_plugin.megatron.rules.rule import Found, Rule, nonzero, spelled, value_of, when
+from cp_plugin.megatron.rules.rule import Found, Rule, nonzero, spelled, when
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
-_COUNTED = "with --calculate-per-token-loss, which the {layout} layout needs or the command line sets"
+_COUNTED = "with --calculate-per-token-loss, which the {0.layout_name} layout needs or the command line sets"
 
 
 def contiguous_between_layers(args: argparse.Namespace) -> bool:
@@ -25,10 +25,6 @@ def needs_counting(run: Run, layout: Layout) -> bool:
     """Whether ranks may hold different numbers of loss tokens while losses are not yet summed per token."""
     even = layout.name == "zigzag" and not run.settings.pad_sequence and not contiguous_between_layers(run.args)
     return run.args.context_parallel_size > 1 and not run.args.calculate_per_token_loss and not even
-
-
-def _name(run: Run) -> str:
-    return f"padded {run.layout.name}" if run.settings.pad_sequence else run.layout.name
 
 
 def _length(run: Run) -> Found:
@@ -52,19 +48,14 @@ def _experts(run: Run) -> Found:
     args = run.args
     given = spelled(args, ("--moe-aux-loss-coeff", "--moe-z-loss-coeff"), nonzero)
     weakened = args.num_experts and args.calculate_per_token_loss and weakens_expert_losses(run.version)
-    return when(weakened and given, given=given, layout=_name(run), version=run.version)
-
-
-def _attention_elsewhere(run: Run) -> Found:
-    asked = run.args.context_parallel_size > 1 and _contiguous_attention(run)
-    return when(asked and run.layout.name != "contiguous", layout=run.layout.name)
+    return when(weakened and given, given=given)
 
 
 def _contiguous_attention(run: Run) -> bool:
     return getattr(run.args, "attention_cp_layout", "zigzag") == "contiguous"
 
 
-def _not_converted(run: Run) -> Found:
+def _not_converted(run: Run) -> bool:
     """Megatron's layout manager converts between zigzag and contiguous tokens only.
 
     It supports neither the plugin's packs, nor multi-token prediction, nor an odd number of tensor-parallel ranks.
@@ -75,16 +66,11 @@ def _not_converted(run: Run) -> Found:
     odd = args.tensor_model_parallel_size > 1 and args.tensor_model_parallel_size % 2
     possible = run.layout.name == "zigzag" and pattern and not (run.packed or predicted or odd)
     asked = contiguous_between_layers(args) or _contiguous_attention(run)
-    return when(args.context_parallel_size > 1 and asked and not possible, layout=run.layout.name)
+    return args.context_parallel_size > 1 and asked and not possible
 
 
 def _placed(run: Run) -> bool:
     return run.args.context_parallel_size > 1 and run.layout.name == DOCUMENTS.name
-
-
-def _counted(run: Run, flag: str) -> Found:
-    """Apply where losses are summed per token beside a flag."""
-    return when(value_of(run.args, flag) and run.args.calculate_per_token_loss, layout=_name(run))
 
 
 RULES = (
@@ -103,7 +89,7 @@ RULES = (
         "--moe-z-loss-coeff 0.1 --num-experts 4 --calculate-per-token-loss | "
         "--moe-aux-loss-coeff 0.0 0.1 --num-experts 4 --calculate-per-token-loss",
         what=f"{{given}} {_COUNTED}",
-        why="megatron-core {version} makes these losses too small under context parallelism",
+        why="megatron-core {0.version} makes these losses too small under context parallelism",
         fix="use megatron-core 0.19 or newer, or --cp-provider ring --cp-layout zigzag without that flag and without "
         "padding",
         looks_at=_experts,
@@ -116,7 +102,7 @@ RULES = (
         what=f"--use-torch-fsdp2 {_COUNTED}",
         why="Megatron does not divide torch FSDP's gradients by the number of tokens",  # with or without CP
         fix="use --cp-layout zigzag without that flag and without padding, or --use-megatron-fsdp",
-        looks_at=lambda run: _counted(run, "--use-torch-fsdp2"),
+        looks_at=lambda run: run.args.use_torch_fsdp2 and run.args.calculate_per_token_loss,
         sentence=True,
         late=True,
     ),
@@ -126,17 +112,19 @@ RULES = (
         what=f"--ddp-average-in-collective {_COUNTED}",
         why="gradients divided by the number of tokens must be summed over the ranks, not averaged",
         fix="leave --ddp-average-in-collective out, or use --cp-layout zigzag without that flag and without padding",
-        looks_at=lambda run: _counted(run, "--ddp-average-in-collective"),
+        looks_at=lambda run: run.args.ddp_average_in_collective and run.args.calculate_per_token_loss,
         sentence=True,
         late=True,
     ),
     Rule(
         name="layout of attention",
         example="--attention-cp-layout contiguous",
-        what="--attention-cp-layout contiguous conflicts with tokens in the {layout} layout",
+        what="--attention-cp-layout contiguous conflicts with tokens in the {0.layout.name} layout",
         why="--cp-layout sets the layout of attention",
         fix="use --cp-layout contiguous, or leave --attention-cp-layout out",
-        looks_at=_attention_elsewhere,
+        looks_at=lambda run: (
+            run.args.context_parallel_size > 1 and _contiguous_attention(run) and run.layout.name != "contiguous"
+        ),
         sentence=True,
     ),
     Rule(
@@ -145,16 +133,16 @@ RULES = (
         what=f"--cp-layout {DOCUMENTS.name} without packed documents",
         why="the layout is computed for each pack from its document lengths",
         fix="pack them with --dataloader-inter-document-masking or --sft, or use another --cp-layout",
-        looks_at=lambda run: when(_placed(run) and not run.packed),
+        looks_at=lambda run: _placed(run) and not run.packed,
         sentence=True,
     ),
     Rule(
         name="padding that is placed with documents",
         example="--cp-layout documents --num-experts 4 --cp-provider needed --cp-pad-sequence --seq-length 61 --sft",
-        what=f"--cp-layout {DOCUMENTS.name} and --num-experts with {{padding}} tokens of padding (--cp-pad-sequence)",
+        what=f"--cp-layout {DOCUMENTS.name} and --num-experts with {{0.padding}} tokens of padding (--cp-pad-sequence)",
         why="routers know neither the document boundaries nor which tokens are padding",
         fix="use another --cp-layout, or a --seq-length that is a multiple of --context-parallel-size",
-        looks_at=lambda run: when(_placed(run) and run.args.num_experts and run.padding, padding=run.padding),
+        looks_at=lambda run: _placed(run) and run.args.num_experts and run.padding,
         sentence=True,
         late=True,
     ),
@@ -163,7 +151,7 @@ RULES = (
         example="--linear-cp-layout contiguous",
         kind="adjust",
         what="setting --linear-cp-layout and --attention-cp-layout to zigzag, so that Megatron converts nothing",
-        why="all layers compute in the {layout} layout",
+        why="all layers compute in the {0.layout.name} layout",
         looks_at=_not_converted,
         sets={"linear_cp_layout": "zigzag", "attention_cp_layout": "zigzag"},
     ),
@@ -172,9 +160,9 @@ RULES = (
         example="--cp-layout contiguous",
         kind="adjust",
         what="setting --calculate-per-token-loss",
-        why="in the {layout} layout, ranks may hold different numbers of loss tokens, and averaging their means would "
-        "weight tokens unequally",
-        looks_at=lambda run: when(not run.settings.undecided and needs_counting(run, run.layout), layout=_name(run)),
+        why="in the {0.layout_name} layout, ranks may hold different numbers of loss tokens, and averaging their means "
+        "would weight tokens unequally",
+        looks_at=lambda run: not run.settings.undecided and needs_counting(run, run.layout),
         sets={"calculate_per_token_loss": True},
     ),
 )

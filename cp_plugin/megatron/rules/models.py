@@ -26,28 +26,19 @@ def _below_one(run: Run) -> Found:
     return when(given, given=given)
 
 
-def _joined(run: Run) -> Found:
-    stages, batch = run.args.pipeline_model_parallel_size, run.args.micro_batch_size
-    return when(run.packed and stages > 1 and batch > 1, packed=run.packed, stages=stages, batch=batch)
-
-
-def _unimportable(run: Run) -> Found:
+def _spec(run: Run) -> Found:
     """Megatron only logs a ``--spec`` that cannot be imported, and trains with its default spec."""
-    if len(run.args.spec or ()) != 2:
-        return None
-    try:
-        importlib.import_module(run.args.spec[0])
-    except ImportError as error:
-        return {"spec": " ".join(run.args.spec), "module": run.args.spec[0], "error": error}
-    return None
-
-
-def _nameless(run: Run) -> Found:
-    if len(run.args.spec or ()) != 2 or _unimportable(run) is not None:
-        return None
-    module, name = run.args.spec
-    missing = not hasattr(importlib.import_module(module), name)
-    return when(missing, spec=" ".join(run.args.spec), module=module, name=name)
+    words, problem = run.args.spec, ""
+    if words is not None and len(words) != 2:
+        problem = "two words are needed"
+    elif words:
+        try:
+            if not hasattr(importlib.import_module(words[0]), words[1]):
+                problem = f"module {words[0]} has no {words[1]!r}"
+        except ImportError as error:
+            silently = "and Megatron would silently train with its default spec"
+            problem = f"module {words[0]} cannot be imported ({error}), {silently}"
+    return when(problem, spec=" ".join(words or ()), problem=problem)
 
 
 RULES = (
@@ -64,78 +55,56 @@ RULES = (
         name="position embeddings of MLA",
         example="--position-embedding-type yarn --multi-latent-attention | "
         "--position-embedding-type mrope --multi-latent-attention",
-        what="--position-embedding-type {kind} conflicts with --multi-latent-attention",
+        what="--position-embedding-type {0.args.position_embedding_type} conflicts with --multi-latent-attention",
         why="multi-latent attention has rotary embeddings of its own",
         fix="select them with --rope-type rope or yarn, and use --position-embedding-type rope",
-        looks_at=lambda run: when(
-            run.args.multi_latent_attention and run.args.position_embedding_type in ("yarn", "mrope"),
-            kind=run.args.position_embedding_type,
-        ),
+        looks_at=lambda run: run.args.multi_latent_attention and run.args.position_embedding_type in ("yarn", "mrope"),
         sentence=True,
     ),
     Rule(
         name="multimodal positions of packs",
         example="--position-embedding-type mrope --sft",
-        what="--position-embedding-type mrope with packed documents ({packed})",
+        what="--position-embedding-type mrope with packed documents ({0.packed})",
         why="Megatron slices the angles before document boundaries are known",
         fix="use --position-embedding-type rope, or unpacked batches",
-        looks_at=lambda run: when(
-            run.packed and run.args.context_parallel_size > 1 and run.args.position_embedding_type == "mrope",
-            packed=run.packed,
+        looks_at=lambda run: (
+            run.packed and run.args.context_parallel_size > 1 and run.args.position_embedding_type == "mrope"
         ),
     ),
     Rule(
         name="hybrid D",
         example="--hybrid-layer-pattern D*",
-        what="D in --hybrid-layer-pattern {pattern}",
+        what="D in --hybrid-layer-pattern {0.pattern}",
         why="DeepSeek's sparse attention chooses its keys in Megatron's own layout",
         fix="use *",
-        looks_at=lambda run: when("D" in run.pattern, pattern=run.pattern),
+        looks_at=lambda run: "D" in run.pattern,
     ),
     Rule(
         name="hybrid without attention",
         example="--hybrid-layer-pattern M-",
-        what="--hybrid-layer-pattern {pattern} without * or +",
+        what="--hybrid-layer-pattern {0.pattern} without * or +",
         why="no layer of this model would use the provider",
         fix="add an attention layer (*)",
-        looks_at=lambda run: when(run.pattern and not set("*+") & set(run.pattern), pattern=run.pattern),
+        looks_at=lambda run: run.pattern and not set("*+") & set(run.pattern),
     ),
     Rule(
         name="packed micro-batches in a pipeline",
         example="--sft --pipeline-model-parallel-size 2 --micro-batch-size 2",
-        what="{packed} with --pipeline-model-parallel-size {stages} and --micro-batch-size {batch}",
+        what="{0.packed} with --pipeline-model-parallel-size {0.args.pipeline_model_parallel_size} and "
+        "--micro-batch-size {0.args.micro_batch_size}",
         why="Megatron packs a micro-batch into one sequence, but communicates between stages in the unpacked shape",
         fix="use --micro-batch-size 1",
-        looks_at=_joined,
+        looks_at=lambda run: run.packed and run.args.pipeline_model_parallel_size > 1 and run.args.micro_batch_size > 1,
         sentence=True,
         late=True,
     ),
     Rule(
         name="words of --spec",
-        example="--spec local | --spec a b c",
+        example="--spec local | --spec a b c | --spec no.such layer | --spec json no_layer",
         what="--spec {spec}",
-        fix="give a module and a name in it, such as --spec my_package.my_spec layer",
-        looks_at=lambda run: when(
-            run.args.spec is not None and len(run.args.spec) != 2, spec=" ".join(run.args.spec or ())
-        ),
-        sentence=True,
-    ),
-    Rule(
-        name="module of --spec",
-        example="--spec no.such layer",
-        what="--spec {spec}",
-        why="module {module} cannot be imported ({error}), and Megatron would silently train with its default spec",
-        fix="correct the import or the name, or leave --spec out",
-        looks_at=_unimportable,
-        sentence=True,
-    ),
-    Rule(
-        name="name of --spec",
-        example="--spec json no_layer",
-        what="--spec {spec}",
-        why="module {module} has no {name!r}",
-        fix="use a name that exists there, or leave --spec out",
-        looks_at=_nameless,
+        why="{problem}",
+        fix="give a module and a name in it, such as --spec my_package.my_spec layer, or leave it out",
+        looks_at=_spec,
         sentence=True,
     ),
     Rule(
@@ -144,7 +113,7 @@ RULES = (
         kind="adjust",
         what="setting --no-create-attention-mask-in-dataloader",
         why="the providers apply the causal mask themselves",
-        looks_at=lambda run: when(run.args.create_attention_mask_in_dataloader),
+        looks_at=lambda run: run.args.create_attention_mask_in_dataloader,
         sets={"create_attention_mask_in_dataloader": False},
     ),
     Rule(
@@ -153,7 +122,7 @@ RULES = (
         kind="adjust",
         what="setting --cp-comm-type to all_gather",
         why="this Megatron demands it for its own local attention, which the provider replaces",
-        looks_at=lambda run: when(
+        looks_at=lambda run: (
             run.args.context_parallel_size > 1 and names_its_exchange(run) and run.args.cp_comm_type != ["all_gather"]
         ),
         sets={"cp_comm_type": ["all_gather"]},
@@ -164,7 +133,7 @@ RULES = (
         kind="adjust",
         what="--cp-comm-type is unset",
         why="this Megatron would pass it to gated delta net, which has no such parameter",
-        looks_at=lambda run: when(
+        looks_at=lambda run: (
             _divides_delta_net(run) and run.args.cp_comm_type == ["p2p"] and not compat.delta_net_takes_exchange()
         ),
         sets={"cp_comm_type": [None]},
@@ -175,7 +144,7 @@ RULES = (
         kind="adjust",
         what="setting --linear-cp-mode to headwise",
         why="chunkwise moves tokens between ranks from Megatron's own layout, but they are in the provider's",
-        looks_at=lambda run: when(
+        looks_at=lambda run: (
             _divides_delta_net(run)
             and run.settings.delta_net is None
             and getattr(run.args, "linear_cp_mode", None) == "chunkwise"
@@ -188,7 +157,7 @@ RULES = (
         kind="adjust",
         what="setting --no-rope-fusion",
         why="the fused rotation of MLA is not tested with the plugin",
-        looks_at=lambda run: when(run.args.multi_latent_attention and run.args.apply_rope_fusion),
+        looks_at=lambda run: run.args.multi_latent_attention and run.args.apply_rope_fusion,
         sets={"apply_rope_fusion": False},
     ),
     Rule(
@@ -197,7 +166,7 @@ RULES = (
         kind="adjust",
         what="setting --no-rope-fusion",
         why="the fused rotation shards every document separately",
-        looks_at=lambda run: when(run.packed and run.args.apply_rope_fusion),
+        looks_at=lambda run: run.packed and run.args.apply_rope_fusion,
         sets={"apply_rope_fusion": False},
     ),
 )

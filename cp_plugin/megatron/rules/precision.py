@@ -9,7 +9,7 @@ from cp_plugin.megatron.rules.rule import Found, Rule, when
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
-_FIX = "use --fp8-recipe tensorwise or delayed, or --cp-fp8 comm{instead}"
+_FIX = "use --fp8-recipe tensorwise or delayed, or --cp-fp8 comm{0.instead}"
 
 
 def _computes(run: Run) -> bool:
@@ -19,10 +19,6 @@ def _computes(run: Run) -> bool:
 def _recipe(run: Run) -> str | None:
     """The FP8 recipe of linear layers."""
     return getattr(run.args, "fp8_recipe", None) if getattr(run.args, "fp8", None) else None
-
-
-def _follows(run: Run, recipe: str) -> Found:
-    return when(_computes(run) and _recipe(run) == recipe, instead=run.instead)
 
 
 def _linear_layers(run: Run) -> Found:
@@ -36,7 +32,7 @@ RULES = (
         example="--fp8-recipe blockwise --fp8-format e4m3 --cp-fp8 compute",
         what="--fp8-recipe blockwise has no FP8 attention, neither in the plugin nor in Transformer Engine",
         fix=_FIX,
-        looks_at=lambda run: _follows(run, "blockwise"),
+        looks_at=lambda run: _computes(run) and _recipe(run) == "blockwise",
         sentence=True,
     ),
     Rule(
@@ -45,17 +41,15 @@ RULES = (
         what="--fp8-recipe custom with --cp-fp8 compute",
         why="the attention kernels use one scale per tensor, and would ignore the custom recipe",
         fix=_FIX,
-        looks_at=lambda run: _follows(run, "custom"),
+        looks_at=lambda run: _computes(run) and _recipe(run) == "custom",
         sentence=True,
     ),
     Rule(
         name="first and last layers in bfloat16",
         example="--first-last-layers-bf16 --cp-fp8 compute",
         what="--first-last-layers-bf16 with --cp-fp8 compute, which applies to all layers",
-        fix="use --cp-fp8 comm{instead}",
-        looks_at=lambda run: when(
-            _computes(run) and getattr(run.args, "first_last_layers_bf16", False), instead=run.instead
-        ),
+        fix="use --cp-fp8 comm{0.instead}",
+        looks_at=lambda run: _computes(run) and getattr(run.args, "first_last_layers_bf16", False),
         sentence=True,
     ),
     Rule(
@@ -72,7 +66,7 @@ RULES = (
         what="--deterministic-mode on CUDA",
         why="only CPU kernels are tested",
         fix="leave it out",
-        looks_at=lambda run: when(run.args.deterministic_mode and (run.device is None or run.device.type == "cuda")),
+        looks_at=lambda run: run.args.deterministic_mode and (run.device is None or run.device.type == "cuda"),
         late=True,
     ),
 )

@@ -16,16 +16,18 @@ from cp_plugin.megatron.flags import stops
 
 NAMES: set[str] = set()
 """Of all rules that were made."""
-Found = Mapping[str, object] | None  # values for the message's placeholders; None: the rule does not apply
+Found = Mapping[str, object] | None  # further values for the message; None: the rule does not apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Something unsupported or adjusted; the message is ``what: why; fix``, formatted with what ``looks_at`` found."""
+    """Something unsupported or adjusted; the message is ``what: why; fix``, in which ``{0.name}`` is the subject's."""
 
     name: str  # unique; used by tests and documentation
     what: str  # the flag and its value, or whatever else was requested
-    looks_at: Callable[[Any], Found]  # examines a subject: a training run, a layer, a call, a configuration
+    looks_at: Callable[[Any], object]
+    """Examines a subject (a training run, a layer, a call, a configuration). A true value: the rule applies; a mapping
+    has further values for the message."""
     why: str = ""
     fix: str = ""
     example: str = ""
@@ -61,22 +63,12 @@ class Rule:
         except stops.CRASHES as error:
             flags = stops.flags_read(error, getattr(subject, "args", None), "cp_plugin.megatron.rules.")
             raise ValueError(f"{flags or 'the flags'} cannot be checked ({self.name}): {error}") from error
-        return None if found is None else self.text.format(**found)
+        return self.text.format(subject, **(found if isinstance(found, Mapping) else {})) if found else None
 
 
 def when(applies: object, **values: object) -> Found:
     """The values if the rule applies."""
     return values if applies else None
-
-
-def given(name: str) -> Callable[[Any], Found]:
-    """Apply where an attribute of the subject is truthy, with its value under the attribute's name."""
-
-    def looks_at(subject: Any) -> Found:
-        value = getattr(subject, name)
-        return when(value, **{name: value})
-
-    return looks_at
 
 
 def flag(

@@ -54,6 +54,11 @@ class Run:
         return registry.layout_for(registry.get(provider), options)
 
     @property
+    def layout_name(self) -> str:
+        """The name of the token layout, for messages."""
+        return f"padded {self.layout.name}" if self.settings.pad_sequence else self.layout.name
+
+    @property
     def parts(self) -> int:
         """Tensor-parallel ranks that share a context-parallel rank's tokens under sequence parallelism."""
         return self.args.tensor_model_parallel_size if self.args.sequence_parallel else 1
