@@ -18,7 +18,7 @@ from cp_plugin.testing.nproc import split_nproc
 def main() -> int:
     """Pretrain with the flags of `sys.argv`; return the exit status.
 
-    Raises ValueError for flags that are refused; what the plugin's flags alone tell is refused before torch is
+    Raises ValueError for flags that are refused; what the plugin's flags alone tell is refused before Megatron is
     imported. With `--nproc`, a rank's later refusal is printed.
     """
     words = sys.argv[1:]

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         ValueError: for a missing script, a script that does not exist, an unknown option in front of it, and flags that
-            contradict each other, before torch is imported; then as ``cp_plugin.megatron.activate`` does.
+            contradict each other, before Megatron is imported; then as ``cp_plugin.megatron.activate`` does.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):

@@ -14,7 +14,6 @@ from nightly import NIGHT, nightly
 from warm import in_a_fork
 
 from cp_plugin.engine.methods import registry
-from cp_plugin.megatron.flags import declared
 
 ROOT = Path(__file__).parents[2]
 PARITY = ROOT / "ci/parity"
@@ -81,7 +80,6 @@ def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     def parity() -> None:
         registry.registry.cache_clear()
-        declared.declared.cache_clear()
         run.app([*cases, "--out", str(tmp_path)])
 
     done = in_a_fork(parity)

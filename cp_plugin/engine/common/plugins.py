@@ -10,14 +10,6 @@ from collections.abc import Callable, Collection, Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
-GROUPS = ("cp_plugin.providers", "cp_plugin.backends", "cp_plugin.linear_kinds")
-"""All groups of entry points by which third parties extend the plugin."""
-
-
-def third_parties() -> bool:
-    """Whether anything is installed that extends the plugin."""
-    return any(entry_points(group=group) for group in GROUPS)
-
 
 def with_entry_points[T](
     group: str,

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from cp_plugin.engine.common.names import one_of
 from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.kernels import backends
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.megatron.flags import linear_flags, option_flags
-from cp_plugin.megatron.flags.declared import declared
 from cp_plugin.megatron.flags.linear_flags import DeltaNet, Linear
 from cp_plugin.megatron.flags.option_flags import AUTO
 
@@ -99,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--cp-provider",
         metavar="NAME",
-        help=f"context-parallel attention: {', '.join([UPSTREAM, AUTO, *declared().names()])}. {AUTO}: the method that "
+        help=f"context-parallel attention: {', '.join([UPSTREAM, AUTO, *providers.names()])}. {AUTO}: the method that "
         f"the planner predicts to be fastest for this model on --cp-cluster, or {UPSTREAM} if it ties. Default: "
         f"{UPSTREAM}, stock Megatron with nothing replaced",
     )
@@ -177,11 +179,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
     names = {
         "--cp-device": DEVICES,
         "--cp-selfcheck": SELFCHECKS,
-        "--cp-provider": (UPSTREAM, AUTO, *declared().names()),
+        "--cp-provider": (UPSTREAM, AUTO, *providers.names()),
     }
     for flag, valid in names.items():
         if (value := getattr(args, linear_flags.attribute(flag), None)) is not None:
-            misleading = flag == "--cp-device" or value in declared().methods  # gpu: not cpu; lasp2: not usp
+            misleading = flag == "--cp-device" or value in providers.registry()  # gpu: not cpu; lasp2: not usp
             one_of(flag, value, valid, suggest=not misleading)
     name, selfcheck = (getattr(args, f"cp_{what}", None) for what in ("provider", "selfcheck"))
     if name != AUTO and getattr(args, "cp_cluster", None) is not None:
@@ -198,7 +200,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
     options = option_flags.options_from(args)
     delta_net = None
     if linear is None:
-        declared().check_kernel(options.backend)
+        backends.check_name(options.backend)
         if args.context_parallel_size < 2:
             raise ValueError(
                 f"--cp-provider {name} needs --context-parallel-size 2 or more, got {args.context_parallel_size}: "
@@ -211,7 +213,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         name = _softmax_provider(linear, name, args)
         linear, options = linear_flags.divided(linear, name, options)
     if options.layout is not None:
-        declared().check_layout(options.layout)
+        get_layout(options.layout)
     return Settings(
         provider=name or UPSTREAM,
         options=options,
@@ -265,7 +267,7 @@ def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace
     if linear.hybrid:
         return name or linear_flags.SOFTMAX_PROVIDER
     given = [] if name is None else [f"--cp-provider {name}"]
-    given += [option.flag for option in option_flags.given(args) if not declared().takes(linear.provider, option)]
+    given += [option.flag for option in option_flags.given(args) if not option_flags.takes(linear.provider, option)]
     why = f": all layers of --cp-layer-pattern {linear.pattern} are linear. "
     linear_flags.refuse_idle(given, why + "Leave {them} out, or keep some softmax layers (N): --cp-layer-pattern LLLN")
     return None
@@ -292,7 +294,7 @@ def _recompute_attention(args: argparse.Namespace) -> bool:
 def _refuse_without_provider(args: argparse.Namespace, name: str | None, used: str) -> None:
     own = [flag for flag in _OWN_FLAGS if flag != used and getattr(args, linear_flags.attribute(flag), None)]
     given = [option.flag for option in option_flags.given(args)] + own
-    why = f" without a context-parallel provider: add --cp-provider with one of {', '.join(declared().names())}"
+    why = f" without a context-parallel provider: add --cp-provider with one of {', '.join(providers.names())}"
     end = ", or leave {them} out"
     if name == UPSTREAM:
         why = f" with --cp-provider {UPSTREAM}, which is stock Megatron"

@@ -1,4 +1,4 @@
-"""Checks of a command line before torch or Megatron is imported and before ranks are forked.
+"""Checks of a command line before Megatron is imported and before ranks are forked.
 
 Names, values, and a number of ranks over which the model cannot be divided; how a provider's options fit together, the
 ranks and the model is checked once Megatron has parsed its flags.

@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING
 
 from cp_plugin.engine.common.names import one_of
 from cp_plugin.engine.core.options import AUTO, Options
-from cp_plugin.megatron.flags.declared import declared
+from cp_plugin.engine.kernels import backends
+from cp_plugin.engine.linear.kernels import KERNELS
+from cp_plugin.engine.linear.variants import Variant, variants
+from cp_plugin.engine.methods import registry as providers
+from cp_plugin.engine.placement.documents import get_layout
+from cp_plugin.megatron.flags.option_flags import takes
 
 if TYPE_CHECKING:
     from cp_plugin.engine.core.problem import Problem
-    from cp_plugin.engine.linear.variants import Variant
 
 LINEAR, SOFTMAX = "L", "N"
 SOFTMAX_PROVIDER = "all_gather"
@@ -41,9 +45,7 @@ class Linear:
     @property
     def kind(self) -> Variant:
         """The variant."""
-        from cp_plugin.engine.linear.variants import get
-
-        return get(self.variant)
+        return variants()[self.variant]
 
     @property
     def hybrid(self) -> bool:
@@ -84,7 +86,7 @@ class DeltaNet:
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
     """Declare the flags."""
-    kinds = "; ".join(f"{name}: {summary}" for name, summary in declared().variants.items())
+    kinds = "; ".join(f"{name}: {variant.summary}" for name, variant in variants().items())
     attention, pattern, provider = FLAGS
     group.add_argument(attention, metavar="NAME", help=f"linear attention instead of softmax attention. {kinds}")
     group.add_argument(
@@ -97,7 +99,7 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
         provider,
         metavar="NAME",
         help="context parallelism of the linear layers, and of Megatron's gated delta net (G in "
-        f"--hybrid-layer-pattern): {', '.join(declared().names('linear'))}. Default: lasp2; for gated delta net "
+        f"--hybrid-layer-pattern): {', '.join(providers.names('linear'))}. Default: lasp2; for gated delta net "
         "Megatron's own all-to-all of heads",
     )
 
@@ -113,13 +115,13 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
         return None
     if variant is None:
         given = [f"{f} {v}" for f, v in zip(FLAGS[1:], (pattern, provider), strict=True) if v is not None]
-        kinds = f"add --cp-linear-attention with one of {', '.join(declared().variants)}"
+        kinds = f"add --cp-linear-attention with one of {', '.join(variants())}"
         refuse_idle(given, " without --cp-linear-attention: " + kinds + ", or leave {them} out")
         return None
-    one_of("--cp-linear-attention", variant, declared().variants)
+    one_of("--cp-linear-attention", variant, variants())
     found = Linear(variant=variant)
     if provider is not None:
-        one_of("--cp-linear-provider", provider, declared().names("linear"))
+        one_of("--cp-linear-provider", provider, providers.names("linear"))
         found = replace(found, provider=provider)
     if pattern is not None:
         found = replace(found, pattern=_pattern(pattern))
@@ -143,12 +145,12 @@ def delta_net_from(args: argparse.Namespace, provider: str | None, options: Opti
     name = getattr(args, "cp_linear_provider", None)
     if name is None:
         return None
-    one_of("--cp-linear-provider", name, declared().names("linear"))
+    one_of("--cp-linear-provider", name, providers.names("linear"))
     if provider in (None, AUTO):
         raise ValueError(
             f"--cp-linear-provider {name} with G in --hybrid-layer-pattern {args.hybrid_layer_pattern}: all layers "
             "share one token layout, which a softmax provider must support. Add --cp-provider with one of "
-            f"{', '.join(declared().names())}"
+            f"{', '.join(providers.names())}"
         )
     heads = args.linear_num_value_heads // args.tensor_model_parallel_size  # Megatron repeats those of queries and keys
     sizes = {"head_dim": args.linear_key_head_dim, "v_head_dim": args.linear_value_head_dim}
@@ -168,9 +170,8 @@ def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Lin
     Raises:
         ValueError: for providers without a common layout, or a kernel that neither kind of attention has.
     """
-    takes = declared().takes
     own = {option: value for option, value in options.chosen.items() if takes(linear.provider, option)}
-    softmax = {None: [], AUTO: declared().names()}.get(provider, [provider])
+    softmax = {None: [], AUTO: providers.names()}.get(provider, [provider])
     alone = [option for option in own if not any(takes(name, option) for name in softmax)]
     linear, options = replace(linear, options=Options(**own)), replace(options, **dict.fromkeys(alone))
     if provider == AUTO:
@@ -178,11 +179,11 @@ def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Lin
             check_layout(linear.provider, options.layout)
         return linear, options
     layout, name = _layout(linear.provider, provider, options.layout), options.backend
-    for_linear, for_softmax = (name in (AUTO, *of) for of in (declared().linear_kernels, declared().kernels))
+    for_linear, for_softmax = (name in (AUTO, *of) for of in (KERNELS, backends.names()))
     if provider is None:
-        one_of("--cp-backend", name, (AUTO, *declared().linear_kernels))
+        one_of("--cp-backend", name, (AUTO, *KERNELS))
     elif not for_linear:
-        declared().check_kernel(name)
+        backends.check_name(name)
     linear = replace(linear, options=replace(linear.options, layout=layout, backend=name if for_linear else AUTO))
     return linear, replace(options, layout=layout, backend=name if for_softmax else AUTO)
 
@@ -214,8 +215,8 @@ def _pattern(text: str) -> str:
 
 def check_layout(linear: str, layout: str) -> None:
     """ValueError for a layout on which this provider of linear layers does not run."""
-    declared().check_layout(layout)
-    has = declared().methods[linear].layouts
+    get_layout(layout)
+    has = providers.get(linear).layouts
     if layout not in has:
         raise ValueError(
             f"--cp-layout {layout} does not suit linear attention, which needs neighbouring tokens on the same rank: "
@@ -224,18 +225,17 @@ def check_layout(linear: str, layout: str) -> None:
 
 
 def _layout(linear: str, provider: str | None, asked: str | None) -> str:
-    methods = declared().methods
-    has = methods[linear].layouts
+    has = providers.get(linear).layouts
     if asked is not None:
         check_layout(linear, asked)
         return asked
     if provider is None:
         return has[0]
-    common = [layout for layout in methods[provider].layouts if layout in has]
+    common = [layout for layout in providers.get(provider).layouts if layout in has]
     if not common:
-        fits = [name for name in declared().names() if set(methods[name].layouts) & set(has)]
+        fits = [name for name in providers.names() if set(providers.get(name).layouts) & set(has)]
         raise ValueError(
-            f"--cp-provider {provider} runs only on the layout {', '.join(methods[provider].layouts)}, but "
+            f"--cp-provider {provider} runs only on the layout {', '.join(providers.get(provider).layouts)}, but "
             f"--cp-linear-provider {linear} on {', '.join(has)}; a model has a single layout: use "
             f"--cp-provider with one of {', '.join(fits)}"
         )

@@ -10,19 +10,19 @@ import argparse
 from cp_plugin.engine.common.text import show_option
 from cp_plugin.engine.core.options import AUTO as AUTO
 from cp_plugin.engine.core.options import Option, Options
-from cp_plugin.megatron.flags.declared import KERNEL, LAYOUT, declared
+from cp_plugin.engine.methods import registry as providers
 
 
 def all_options() -> list[Option]:
     """All options; each has a flag."""
-    return list(declared().options.values())
+    return list(providers.registry().options.values())
 
 
 def add_option_flags(group: argparse._ArgumentGroup) -> None:
     """Declare the flags."""
     for option in all_options():
         taking = takers(option)
-        some = f"; with {', '.join(taking)}" if taking != declared().names() else ""
+        some = f"; with {', '.join(taking)}" if taking != providers.names() else ""
         group.add_argument(
             option.flag,
             metavar=option.metavar,
@@ -32,9 +32,15 @@ def add_option_flags(group: argparse._ArgumentGroup) -> None:
 
 def takers(option: Option) -> list[str]:
     """The providers that take an option: softmax, then linear."""
-    known = option in (LAYOUT, KERNEL)  # of every provider
-    linear = [] if known else declared().takers(option, "linear")
-    return [*declared().takers(option), *(f"--cp-linear-provider {name}" for name in linear)]
+    linear = (
+        [] if option in ("layout", "backend") else [name for name in providers.names("linear") if takes(name, option)]
+    )
+    return [*providers.takers(option), *(f"--cp-linear-provider {name}" for name in linear)]
+
+
+def takes(provider: str, option: str) -> bool:
+    """Return True if a provider takes an option."""
+    return providers.takes(providers.get(provider), option)
 
 
 def given(args: argparse.Namespace) -> list[Option]:

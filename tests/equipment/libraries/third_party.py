@@ -12,7 +12,6 @@ import pytest
 from cp_plugin.engine.kernels import backends
 from cp_plugin.engine.linear.variants import variants
 from cp_plugin.engine.methods import registry as providers
-from cp_plugin.megatron.flags.declared import declared
 
 
 def install(folder: Path, module: str, source: str, group: str, **points: str) -> None:
@@ -32,7 +31,7 @@ def install(folder: Path, module: str, source: str, group: str, **points: str) -
 @contextmanager
 def looked_for_anew() -> Iterator[None]:
     """Every registry looks for installed distributions anew, within and after: they quote each other's names."""
-    registries = providers.registry, backends._backends, variants, declared
+    registries = providers.registry, backends._backends, variants
     for registry in registries:
         registry.cache_clear()
     try:
