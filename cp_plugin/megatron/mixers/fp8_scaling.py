@@ -48,7 +48,6 @@ def make_scaling(config: TransformerConfig) -> Delayed | None:
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
     "scales of FP8 attention",
     "model",
-    called_by="the training loop, by a field of the configuration that it sets itself",
     otherwise="ranks would scale the same keys differently",
     when=lambda run: run.settings.active and run.settings.options.fp8 == "compute",
 )

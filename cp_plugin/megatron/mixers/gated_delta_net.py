@@ -33,7 +33,6 @@ def _exchanges_heads(run: Run) -> bool:
     PACKED_ORDER,
     "layout of gated delta net, packed documents",
     "cu_seqlens cp_size t_global",
-    called_by="gated delta net",
     otherwise="gated delta net would see the tokens of a pack in another order",
     when=_exchanges_heads,
     late=True,
@@ -49,7 +48,6 @@ def replace_packed_order(call: Call) -> tuple[Tensor, Tensor]:
     "packed documents of any length in gated delta net",
     "cu_seqlens_padded cu_seqlens_actual total_seq_len name",
     optional="cp_size",
-    called_by="gated delta net",
     otherwise="states would leak from one document of a pack into the next",
     when=_exchanges_heads,
     late=True,
@@ -68,7 +66,6 @@ def replace_resolve_cu_seqlens(call: Call) -> Tensor:
     "context parallelism of gated delta net",
     "hidden_states packed_seq_params inference_context inference_params",
     optional=_OF_ANY_ATTENTION,
-    called_by="the layer's module call",
     otherwise="gated delta net would not match a single rank's",
     when=lambda run: run.settings.delta_net is not None,
 )

@@ -74,7 +74,6 @@ class Gate(nn.Module):
     "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors",
     "gate of gated linear attention",
     "hidden_states",
-    called_by="SelfAttention",
     otherwise="gated linear attention would train without its gate",
     when=lambda run: run.settings.linear is not None and run.settings.linear.kind.gated,
 )

@@ -31,7 +31,6 @@ def exchanges_heads(run: Run) -> bool:
     REORDER,
     "layout of Mamba and gated delta net",
     "input_ cp_size packed_seq_params",
-    called_by="Mamba and gated delta net",
     otherwise="states would see the tokens in another order",
     when=exchanges_heads,
 )
@@ -51,7 +50,6 @@ def replace_undo(call: Call) -> Tensor:
     "megatron.core.ssm.mamba_context_parallel:_redo_attention_load_balancing",
     "layout of Mamba and gated delta net, on the way back",
     "input_ cp_size packed_seq_params",
-    called_by="Mamba and gated delta net",
     otherwise="layers after it would see the tokens in another order",
     when=exchanges_heads,
 )

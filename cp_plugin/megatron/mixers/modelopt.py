@@ -58,7 +58,6 @@ def quantizes(module: torch.nn.Module) -> bool:
 @wraps(
     SPEC,
     "attention of the spec for nvidia-modelopt",
-    called_by="the model builder for nvidia-modelopt",
     otherwise="a quantised model would keep Megatron's own attention",
     when=lambda run: run.settings.active and found(),
 )

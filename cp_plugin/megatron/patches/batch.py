@@ -40,7 +40,6 @@ METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "h
     "layout of the batch",
     "batch",
     optional="cp_group is_hybrid_cp hybrid_cp_group_func use_per_sequence_balancing use_contiguous_cp",
-    called_by="the training script",
     otherwise="ranks would train on tokens that do not match their angles and masks",
 )
 def replace_get_batch(call: Call) -> dict[str, Any]:
@@ -64,7 +63,6 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
     "megatron.core.utils:get_thd_batch_on_this_cp_rank",
     "layout of packed batches, which some versions slice by a function of their own",
     "batch cu_seqlens cu_seqlens_padded max_seqlen cp_size",
-    called_by="the training script",
     otherwise="ranks would train on tokens of a pack that do not match their angles and masks",
     late=True,
     required=False,
@@ -153,7 +151,6 @@ def _check_experts(length: int, padded: int) -> None:
     "megatron.core.context_parallel.utils:get_batches_on_this_cp_rank",
     "layout of the batch, if a script may request several",
     "batch cp_group boundary_layout additional_layouts use_per_sequence_balancing",
-    called_by="the training script",
     otherwise="ranks would train on tokens that do not match their angles and masks",
     required=False,
 )
@@ -234,7 +231,6 @@ def _packs_in_a_pipeline(run: Run) -> bool:
     "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
     "data of packed documents on every pipeline stage",
     "is_built_on_rank",
-    called_by="the training script, which says on which ranks to build",
     otherwise="pipeline stages between the first and the last would have no data",
     when=_packs_in_a_pipeline,
 )

@@ -20,8 +20,8 @@ def examined(folder: str, words: Sequence[str]) -> dict[str, Any]:
         words: flags of the run; none: a GPT model with a provider, and what any other run would replace.
 
     Returns:
-        ``version``, and ``symbols``: target, contract, state (checked, absent, broken), what for, who calls it,
-        what would go wrong, whether this run needs it, whether only packs do, and how it is broken.
+        ``version``, and ``symbols``: target, contract, state (checked, absent, broken), what for, what
+        would go wrong, whether this run needs it, whether only packs do, and how it is broken.
 
     Raises:
         ValueError: if there is no ``megatron`` package, it is outside of the supported range, or flags are wrong.
@@ -76,5 +76,5 @@ def _row(patch: Any, *, needed: bool) -> dict[str, Any]:
         if broken and found.original is not None:
             broken = patching.refusal([found])
     row: dict[str, Any] = {"symbol": patch.target, "contract": patch.form, "state": state}
-    row |= {"called_by": patch.called_by, "otherwise": patch.otherwise}
-    return row | {"for": patch.reason, "needed": needed, "late": patch.late, "broken": broken}
+    row |= {"for": patch.reason, "otherwise": patch.otherwise}
+    return row | {"needed": needed, "late": patch.late, "broken": broken}

@@ -41,7 +41,6 @@ from cp_plugin.megatron.state import STATE, Model
     "megatron.core.parallel_state:initialize_model_parallel",
     "comparison of the ranks' flags, and process groups",
     "distributed_timeout_minutes",
-    called_by="Megatron's initialization",
     otherwise="ranks with different flags would wait for each other forever",
 )
 def replace_initialize_model_parallel(call: Call) -> None:
@@ -60,7 +59,6 @@ def replace_initialize_model_parallel(call: Call) -> None:
 @wraps(
     "megatron.training.training:setup_model_and_optimizer",
     "audit and self-check of the model",
-    called_by="pretrain",
     otherwise="a model without the provider's attention would train",
     when=Run.is_compared,
 )
@@ -185,7 +183,6 @@ def _device() -> torch.device:
 @wraps(
     "megatron.training.arguments:add_megatron_arguments",
     "the plugin's flags, and a refusal of a YAML file that would drop them",
-    called_by="Megatron's parser, where it has no hook for extensions (native)",
     otherwise="the plugin's flags would be unknown",
 )
 def _add_arguments(call: Call) -> argparse.ArgumentParser:
@@ -197,7 +194,6 @@ def _add_arguments(call: Call) -> argparse.ArgumentParser:
     "megatron.training.arguments:validate_args",
     "checks of the flags",
     "args",
-    called_by="Megatron's parser, where it has no hook for extensions (native)",
     otherwise="flags that do not fit would crash later, or go unnoticed",
 )
 def _validate_args(call: Call) -> argparse.Namespace:
@@ -240,7 +236,6 @@ def start(settings: Settings, model: Model | None = None, parsed: argparse.Names
     "megatron.core.models.hybrid.hybrid_model:HybridModel.__init__",
     "attention of the spec of hybrid models; on the CPU, a spec without Transformer Engine",
     "hybrid_stack_spec config",
-    called_by="the model builder, with a spec that names Megatron's classes",
     otherwise="a hybrid model would keep Megatron's own attention",
     when=lambda run: bool(run.pattern) and (run.settings.active or cpu.active()),
 )
@@ -257,7 +252,6 @@ def replace_hybrid_model(call: Call) -> None:
 @wraps(
     "megatron.core.tensor_parallel.random:checkpoint",
     "attention's results in recomputation",
-    called_by="transformer blocks",
     otherwise="attention would be computed, and its keys sent, twice",
     when=lambda run: run.settings.active and not run.settings.recompute_attention and run.has("recompute_granularity"),
 )

@@ -30,7 +30,6 @@ from cp_plugin.megatron.state import STATE
     "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
     "token counts of the loss",
     "loss_func config collect_non_loss_data",
-    called_by="the pipeline schedules",
     otherwise="the loss would weight tokens by the rank that holds them",
 )
 def replace_calc_loss(call: Call) -> Any:

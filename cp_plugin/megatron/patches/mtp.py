@@ -77,7 +77,6 @@ def _needed(run: Run) -> bool:
     "layout of multi-token prediction",
     "shifts dims cp_group packed_seq_params",
     optional="tensor return_sum tensors fill_values sequence_fields roll_depth",
-    called_by="multi-token prediction",
     otherwise="multi-token prediction would learn the wrong next tokens",
     when=_needed,
 )
@@ -105,7 +104,6 @@ def replace_roll_tensor(call: Call) -> Any:
     "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
     "token counts of multi-token prediction",
     "labels loss_mask cp_group packed_seq_params config",
-    called_by="GPTModel and HybridModel",
     otherwise="the loss of multi-token prediction would weight tokens by the rank that holds them",
     when=_needed,
 )

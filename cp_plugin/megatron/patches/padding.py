@@ -47,7 +47,6 @@ def _needed(run: Run) -> bool:
     "megatron.core.transformer.moe.router:TopKRouter.forward",
     "padding, excluded from expert load balancing; z-loss by tokens",
     "input padding_mask",
-    called_by="MoE layers",
     otherwise="padding would count in expert load balancing, or a z-loss weight tokens by the rank that holds them",
     when=_needed,
 )
@@ -114,7 +113,6 @@ def _padding_of(hidden: Tensor) -> Tensor:
     "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
     "token counts of experts in padded sequences",
     "reduce_group",
-    called_by="routers",
     otherwise="losses of experts would weight tokens by the rank that holds them",
     when=_needed,
 )

@@ -84,8 +84,6 @@ class Patch:
     """What the original must have; of a replacement, all that it takes into account."""
     optional: tuple[str, ...] = ()
     """Parameters that only some versions have."""
-    called_by: str = ""
-    """Who names the symbol directly, so that no interface of Megatron's serves instead; empty: it is an interface."""
     otherwise: str = ""
     """What would go wrong if the contract were broken."""
     when: Callable[[Run], bool] = lambda run: run.settings.active

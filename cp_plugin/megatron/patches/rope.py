@@ -20,7 +20,6 @@ from cp_plugin.megatron.patches.patching import Call, replaces, wraps
     "megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
     "layout of RoPE",
     "pos_emb seq_dim cp_group",
-    called_by="rotary embeddings",
     otherwise="tokens would be rotated by other tokens' angles",
 )
 def replace_get_pos_emb(call: Call) -> Tensor:
@@ -33,7 +32,6 @@ def replace_get_pos_emb(call: Call) -> Tensor:
 @wraps(
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",
     "a table of YaRN angles that belongs to another length",
-    called_by="the embedding's constructor",
     otherwise="tokens would be rotated by angles of another length",
 )
 def replace_set_cos_sin_cache(call: Call) -> None:
@@ -49,7 +47,6 @@ def replace_set_cos_sin_cache(call: Call) -> None:
     "layout of RoPE, packed documents",
     "t cu_seqlens freqs cp_group",
     optional="rotary_interleaved mla_rotary_interleaved multi_latent_attention mscale max_seqlen inverse",
-    called_by="attention layers",
     otherwise="tokens of packed documents would be rotated by other tokens' angles",
     late=True,
 )

@@ -68,7 +68,6 @@ def watch(named: Mapping[str, Any], chunks: Sequence[Any], optimizer: Any, rates
 @wraps(
     "megatron.training.training:training_log",
     "comparison of the first logged losses",
-    called_by="the training loop",
     otherwise="a loss could be logged that is not the one trained on",
     when=Run.is_compared,
 )

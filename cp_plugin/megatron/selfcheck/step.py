@@ -60,7 +60,6 @@ _CALLS = itertools.count()
 @wraps(
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
     "check of the first training step; length of padded sequences",
-    called_by="the training loop",
     otherwise="a step on several ranks would not be compared with one rank's",
     when=Run.is_compared,
 )

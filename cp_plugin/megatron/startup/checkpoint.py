@@ -82,7 +82,6 @@ def other_model(now: Mapping[str, str], then: Mapping[str, str], layers: int) ->
     "megatron.training.checkpointing:_load_base_checkpoint",
     "settings that a checkpoint was saved with",
     "load_dir args rank0 sharded_state_dict",
-    called_by="Megatron's loading of checkpoints, and its reading of arguments from them",
     otherwise="a checkpoint with other layers would be loaded as if it had these",
 )
 def replace_load_base_checkpoint(call: Call) -> Any:
