@@ -30,7 +30,6 @@ from cp_plugin.engine.common.recent import Recent
 from cp_plugin.engine.core.mask import numbers_in
 from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.state import STATE
 
 
@@ -181,7 +180,7 @@ class MicroBatch:
 
         Raises:
             ValueError: for a batch that was not sliced in the layout, a call without the documents that the flags
-                pack, and packs in a Megatron with other functions for them.
+                pack.
         """
         if cp.size > 1 and not STATE.cut.any and parallel_state.is_pipeline_first_stage():
             raise ValueError(
@@ -189,9 +188,7 @@ class MicroBatch:
                 "batch with megatron.core.utils.get_batch_on_this_cp_rank, so the tokens are not in the plugin's "
                 "layout. Call that function in the script's get_batch, as Megatron's pretrain_gpt.py does"
             )
-        if packed is not None:
-            patching.allow_packs()
-        elif STATE.cut.packed:
+        if packed is None and STATE.cut.packed:
             raise ValueError(
                 f"{runtime.settings().asked}: layer {layer} was called without packed_seq_params, though the flags "
                 "pack documents: tokens would attend to other documents. Pass PackedSeqParams to the model on every "

@@ -89,8 +89,6 @@ class State:
     compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's
     replaced: dict[Scope, dict[str, Any]] = field(default_factory=lambda: {"run": {}, "process": {}})
     """Target of a patch -> its ``patching.Finding``."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Symbol that is not replaced, since its contract is broken -> why; an error where a script needs it."""
     leave_cpu: contextlib.ExitStack | None = None  # undoes CPU mode while it is on
     alarm: Alarm | None = None  # exchanges failure reports with the other ranks
     messages: Watch = field(default_factory=Watch)  # messages of the plugin that this rank waits for

@@ -203,7 +203,7 @@ def examine(folder: str, words: Sequence[str]) -> dict[str, Any]:
 
 def stops(found: dict[str, Any]) -> list[dict[str, Any]]:
     """The symbols for which a run would not start."""
-    return [one for one in found["symbols"] if one["state"] == "broken" and one["needed"] and not one["late"]]
+    return [one for one in found["symbols"] if one["state"] == "broken" and one["needed"]]
 
 
 def show_megatron(console: Console, found: dict[str, Any], folder: str) -> None:

@@ -35,7 +35,6 @@ def _exchanges_heads(run: Run) -> bool:
     "cu_seqlens cp_size t_global",
     otherwise="gated delta net would see the tokens of a pack in another order",
     when=_exchanges_heads,
-    late=True,
 )
 def replace_packed_order(call: Call) -> tuple[Tensor, Tensor]:
     """Replaces ``_build_thd_cp_a2a_perm``: both permutations of a pack, for gated delta net."""
@@ -50,7 +49,6 @@ def replace_packed_order(call: Call) -> tuple[Tensor, Tensor]:
     optional="cp_size",
     otherwise="states would leak from one document of a pack into the next",
     when=_exchanges_heads,
-    late=True,
 )
 def replace_resolve_cu_seqlens(call: Call) -> Tensor:
     """Replaces ``_resolve_cu_seqlens``: documents of any length, and padding after the last."""

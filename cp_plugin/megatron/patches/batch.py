@@ -64,7 +64,6 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
     "layout of packed batches, which some versions slice by a function of their own",
     "batch cu_seqlens cu_seqlens_padded max_seqlen cp_size",
     otherwise="ranks would train on tokens of a pack that do not match their angles and masks",
-    late=True,
     required=False,
 )
 def replace_get_thd_batch(call: Call) -> tuple[dict[str, Any], Any]:

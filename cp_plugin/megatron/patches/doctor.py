@@ -21,7 +21,7 @@ def examined(folder: str, words: Sequence[str]) -> dict[str, Any]:
 
     Returns:
         ``version``, and ``symbols``: target, contract, state (checked, absent, broken), what for, what
-        would go wrong, whether this run needs it, whether only packs do, and how it is broken.
+        would go wrong, whether this run needs it, and how it is broken.
 
     Raises:
         ValueError: if there is no ``megatron`` package, it is outside of the supported range, or flags are wrong.
@@ -77,4 +77,4 @@ def _row(patch: Any, *, needed: bool) -> dict[str, Any]:
             broken = patching.refusal([found])
     row: dict[str, Any] = {"symbol": patch.target, "contract": patch.form, "state": state}
     row |= {"for": patch.reason, "otherwise": patch.otherwise}
-    return row | {"needed": needed, "late": patch.late, "broken": broken}
+    return row | {"needed": needed, "broken": broken}

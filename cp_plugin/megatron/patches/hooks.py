@@ -218,13 +218,13 @@ def start(settings: Settings, model: Model | None = None, parsed: argparse.Names
         ValueError: if a contract is broken.
     """
     runtime.configure(settings, model)
-    run, packs = Run(settings=settings, args=parsed), model is not None and bool(model.problem.documents)
-    patching.install([patch for patch in OF_RUN if patch.when(run)], packs=packs)  # at once: scans all modules
+    run = Run(settings=settings, args=parsed)
+    patching.install([patch for patch in OF_RUN if patch.when(run)])  # at once: scans all modules
 
     def complete(chunks: Sequence[torch.nn.Module]) -> None:
         models = [patching.inner_model(chunk) for chunk in chunks]
         with_models = replace(run, built=[*models, *(getattr(one, "config", None) for one in models)])
-        patching.install([patch for patch in OF_RUN if patch.when(with_models)], packs=packs)
+        patching.install([patch for patch in OF_RUN if patch.when(with_models)])
 
     STATE.complete = complete
     if settings.active:

@@ -88,8 +88,6 @@ class Patch:
     """What would go wrong if the contract were broken."""
     when: Callable[[Run], bool] = lambda run: run.settings.active
     """Which runs need it, of those that are installed with a run."""
-    late: bool = False
-    """Needed only where a script packs documents: if its contract is broken, such a script is stopped, and no other."""
     required: bool = True
     """Whether every version has the symbol; otherwise there is nothing to replace where it is absent."""
     package: str = "megatron-core"
@@ -213,11 +211,8 @@ class Finding:
         return "broken" if self.broken else "checked"
 
 
-def install(patches: Sequence[Patch], scope: Scope = "run", *, packs: bool = False) -> None:
+def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
     """Replace the symbols, all or none; patches already in place stay.
-
-    Args:
-        packs: whether the flags ask for packed documents, so that ``late`` patches are needed now.
 
     Raises:
         ValueError: for a megatron-core outside the supported range, and for broken contracts, all of them.
@@ -225,11 +220,8 @@ def install(patches: Sequence[Patch], scope: Scope = "run", *, packs: bool = Fal
     check_version()
     new = [patch for patch in patches if replaced_at(patch.target) is None]
     findings = [found for patch in new if (found := examine(patch)).state != "absent"]
-    broken = [found for found in findings if found.broken]
-    if now := [found for found in broken if packs or not found.patch.late]:
-        raise ValueError(refusal(now))
-    STATE.refused |= {found.patch.target: refusal([found]) for found in broken}
-    findings = [found for found in findings if not found.broken]
+    if broken := [found for found in findings if found.broken]:
+        raise ValueError(refusal(broken))
     STATE.replaced[scope] |= {found.patch.target: found for found in findings}
     for found, owner, name in _places(findings, "original"):
         if found.patch.only_in in (None, owner.__name__):
@@ -262,17 +254,10 @@ def refusal(findings: Sequence[Finding]) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def allow_packs() -> None:
-    """ValueError if packed documents need a symbol that was not replaced, because its contract is broken."""
-    for message in STATE.refused.values():
-        raise ValueError(f"this batch has packed documents. {message}")
-
-
 def undo(scope: Scope = "run") -> None:
     """Restore every original, also in modules that were imported meanwhile."""
     findings = list(STATE.replaced[scope].values())
     STATE.replaced[scope].clear()
-    STATE.refused.clear()
     for found, owner, name in _places(findings, "replacement"):
         setattr(owner, name, found.original)
 

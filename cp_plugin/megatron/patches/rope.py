@@ -48,7 +48,6 @@ def replace_set_cos_sin_cache(call: Call) -> None:
     "t cu_seqlens freqs cp_group",
     optional="rotary_interleaved mla_rotary_interleaved multi_latent_attention mscale max_seqlen inverse",
     otherwise="tokens of packed documents would be rotated by other tokens' angles",
-    late=True,
 )
 def replace_apply_rotary_thd(call: Call) -> Tensor:
     """Replaces ``_apply_rotary_pos_emb_thd``: any layout of the pack, documents of any length.

@@ -121,15 +121,6 @@ def test_all_broken_contracts_are_named_and_nothing_is_replaced(library: types.M
     assert patching.installed() == []
 
 
-def test_what_only_packs_need_stops_packs_only(library: types.ModuleType) -> None:
-    patching.install([_patch(parameters=("batch",), late=True), _patch("somelib:gone", late=True)])
-    assert patching.installed() == [] and library.slow(1) == 2
-    with pytest.raises(ValueError, match=r"(?s)this batch has packed documents.*somelib:slow"):
-        patching.allow_packs()
-    patching.undo()
-    patching.allow_packs()
-
-
 def test_a_symbol_that_is_not_in_every_version_may_be_absent(library: types.ModuleType) -> None:
     patching.install([_patch("somelib:gone", required=False), _patch("somelib.nowhere:gone", required=False)])
     assert patching.installed() == []
