@@ -25,8 +25,13 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+def _answer(value: Any) -> Callable[..., Any]:
+    """A new function for each name: torch._dynamo refuses one function under two of its rules."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return answer
 
 
 class Stream:
@@ -34,13 +39,11 @@ class Stream:
 
     cuda_stream = 0
     device = torch.device("cpu")
-    __init__ = __exit__ = synchronize = wait_stream = wait_event = _nothing
+    __init__ = __exit__ = synchronize = wait_stream = wait_event = _answer(None)
+    query = _answer(True)
 
     def __enter__(self) -> Stream:
         return self
-
-    def query(self) -> bool:
-        return True
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -51,16 +54,14 @@ class Stream:
 class Event:
     """An event that keeps the time of its recording."""
 
-    wait = synchronize = _nothing
+    wait = synchronize = _answer(None)
+    query = _answer(True)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.record()
 
     def record(self, stream: object = None) -> None:
         self._time = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds from this event to `end`."""
@@ -115,15 +116,16 @@ def replace_cuda(device: Any) -> Any:
 
 
 def gloo_only(function: Callable) -> Callable:
-    """Wrap a function of torch.distributed to use Gloo for NCCL, without NCCL's arguments."""
+    """Wrap a function of torch.distributed to use Gloo and the CPU for NCCL and CUDA, without NCCL's arguments."""
+
+    def instead(value: Any) -> Any:
+        return "cpu" if value == "cuda" else "gloo" if isinstance(value, str) and "nccl" in value else value
 
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in ("device_id", "device_ids", "pg_options"):
             kwargs.pop(name, None)
-        if "nccl" in str(kwargs.get("backend")):
-            kwargs["backend"] = "gloo"
-        args = tuple("gloo" if isinstance(a, str) and "nccl" in a else a for a in args)
-        return function(*args, **kwargs)
+        changed = {name: instead(kwargs[name]) for name in ("backend", "device_type") if name in kwargs}
+        return function(*map(instead, args), **kwargs | changed)
 
     return call
 
@@ -141,15 +143,6 @@ def sizes_as_numbers(exchange: Callable) -> Callable:
     return call
 
 
-def mesh_on_cpu(from_group: Callable) -> Callable:
-    """Wrap `DeviceMesh.from_group`, which fully sharded data parallelism uses, for the CPU."""
-
-    def call(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return from_group(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return call
-
-
 def with_mode(run_backward: Callable) -> Callable:
     """Wrap torch's call of the autograd engine with `OnCpu`: `torch.autograd.backward` runs with modes off."""
 
@@ -158,28 +151,6 @@ def with_mode(run_backward: Callable) -> Callable:
             return run_backward(*args, **kwargs)
 
     return run
-
-
-def _answer(value: Any) -> Callable[..., Any]:
-    """A new function for each name: torch._dynamo refuses one function under two of its rules."""
-
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        return value
-
-    return answer
-
-
-def _same_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return self
-
-
-def _as_written(model: Callable | None = None, **kwargs: Any) -> Callable:
-    """torch.compile without a compiler; also halves the time of importing Megatron."""
-    return (lambda function: function) if model is None else model
-
-
-def _device_count() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _memory(device: Any = None) -> tuple[int, int]:
@@ -208,7 +179,7 @@ def surface() -> dict[str, Any]:
         "cuda.is_initialized": _answer(True),
         "cuda.is_bf16_supported": _answer(True),
         "cuda.is_current_stream_capturing": _answer(False),
-        "cuda.device_count": _device_count,
+        "cuda.device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "cuda.get_device_name": _answer("CPU"),
         "cuda.get_device_capability": _answer((0, 0)),
         "cuda.get_device_properties": _properties,
@@ -223,19 +194,20 @@ def surface() -> dict[str, Any]:
         "cuda._lazy_call": lambda callback, **_: callback(),
         "cuda.default_generators": (torch.default_generator,),
         "Generator": Generator,
-        "compile": _as_written,
+        # no compiler; also halves the time of importing Megatron
+        "compile": lambda model=None, **_: (lambda function: function) if model is None else model,
         "autograd._engine_run_backward": with_mode(torch.autograd._engine_run_backward),
         "accelerator.current_accelerator": _answer(None),
         "accelerator.is_available": _answer(False),
         "accelerator.device_count": _answer(0),
-        "Tensor.cuda": _same_tensor,
-        "Tensor.pin_memory": _same_tensor,
+        "Tensor.cuda": lambda self, *_, **__: self,
+        "Tensor.pin_memory": lambda self, *_, **__: self,
         "Tensor.record_stream": _answer(None),
         "distributed.init_process_group": gloo_only(dist.init_process_group),
         "distributed.new_group": gloo_only(dist.new_group),
         "distributed.barrier": gloo_only(dist.barrier),
         "distributed.all_to_all_single": sizes_as_numbers(dist.all_to_all_single),
-        "distributed.DeviceMesh.from_group": mesh_on_cpu(dist.DeviceMesh.from_group),
+        "distributed.DeviceMesh.from_group": gloo_only(dist.DeviceMesh.from_group),
     }
     own = torch.default_generator
     generator = {

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -44,7 +45,6 @@ _EXPECTED_WARNINGS = (
     "'pin_memory' argument is set as true but no accelerator",
     r".*(Apex|transformer-engine|Transformer Engine)",  # reported missing, since CPU mode hides them
 )
-_ABSENT = object()
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Megatron requires 1, to order communication by CUDA's queues, and something else for fully sharded parameters."""
 
@@ -82,12 +82,9 @@ def decide(requested: str) -> bool:
 
 
 def _cuda_found() -> bool:
-    if active():
-        return False
-    with contextlib.ExitStack() as undo:
-        # without NVML, CUDA would be unusable in processes that are forked later
-        set_item(os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK", "1", undo)
-        return torch.cuda.is_available()
+    # without NVML, CUDA would be unusable in processes that are forked later
+    with patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        return not active() and torch.cuda.is_available()
 
 
 def active() -> bool:
@@ -107,7 +104,8 @@ def activate() -> None:
         _hide_libraries(undo)
         _replace_surface(undo)
         undo.enter_context(OnCpu())
-        _compile_nothing(undo)
+        if "torch._dynamo" in sys.modules:  # also run functions uncompiled that were passed to torch.compile before
+            undo.callback(patching.lend(sys.modules["torch._dynamo"].config, "disable", True))
         set_item(os.environ, _CONNECTIONS, os.environ.get(_CONNECTIONS, "1"), undo)
         undo.enter_context(warnings.catch_warnings())
         for expected in _EXPECTED_WARNINGS:
@@ -175,12 +173,11 @@ def _spelled(dest: str, value: Any) -> str:
 
 def set_item(mapping: MutableMapping[str, Any], name: str, value: Any, undo: contextlib.ExitStack) -> None:
     """Set an item until ``undo`` is closed."""
-    before = mapping.get(name, _ABSENT)
-    mapping[name] = value
-    if before is _ABSENT:
-        undo.callback(mapping.pop, name, None)
+    if name in mapping:
+        undo.callback(mapping.__setitem__, name, mapping[name])
     else:
-        undo.callback(mapping.__setitem__, name, before)
+        undo.callback(mapping.pop, name, None)
+    mapping[name] = value
 
 
 def _hide_libraries(undo: contextlib.ExitStack) -> None:
@@ -305,12 +302,6 @@ PATCHES = (
     ),
     replace_dot_product_attention,
 )
-
-
-def _compile_nothing(undo: contextlib.ExitStack) -> None:
-    """Also run functions uncompiled that were passed to torch.compile before."""
-    if "torch._dynamo" in sys.modules:
-        undo.callback(patching.lend(sys.modules["torch._dynamo"].config, "disable", True))
 
 
 COMPILE = Patch(
