@@ -139,20 +139,16 @@ class Decoding:
         self.states[layer.layer_number] = state
         return out
 
-    def output(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def output(self, original: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The output layer's forward for this rank's hidden states ``[s / cp, b, hidden]``; of prompts, it is given the
         last tokens only."""
-
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(self.session.step, Chunk):
-                return original(hidden, *args, **kwargs)
-            last = self._collect(hidden, self.session.step)
-            if not self._complete:
-                return hidden[:0], None
-            everywhere = self.session.mesh.all_gather("cp", (last,)).wait()[0]
-            return original(everywhere[self._owner, range(len(self._owner))].unsqueeze(0), *args, **kwargs)
-
-        return forward
+        if not isinstance(self.session.step, Chunk):
+            return original(hidden, *args, **kwargs)
+        last = self._collect(hidden, self.session.step)
+        if not self._complete:
+            return hidden[:0], None
+        everywhere = self.session.mesh.all_gather("cp", (last,)).wait()[0]
+        return original(everywhere[self._owner, range(len(self._owner))].unsqueeze(0), *args, **kwargs)
 
     def _collect(self, hidden: Tensor, taken: Chunk) -> Tensor:
         if self._last is None:
@@ -220,44 +216,35 @@ def _replacements(model: torch.nn.Module, so_far: Decoding) -> Iterator[tuple[An
     for module in model.modules():
         if isinstance(module, AnyCoreAttention):
             step = so_far.linear if isinstance(module, LinearCoreAttention) else so_far.softmax
-            yield module, "attend", _attend(step, module)
+            yield module, "attend", partial(_attend, step, module)
         elif isinstance(module, DotProductAttention):
-            yield module, "forward", _forward(so_far, module)
+            yield module, "forward", partial(_forward, so_far, module)
         elif isinstance(module, RotaryEmbedding | YarnRotaryEmbedding):
-            yield module, "forward", _rotary(module, so_far)
+            yield module, "forward", partial(_rotate, module, so_far)
         up = getattr(module, "linear_kv_up_proj", None)
         if up is not None and getattr(up, "layer_norm_weight", None) is None:
-            yield up, "forward", _noting(up.forward, module, up, so_far)
+            yield up, "forward", partial(_note, up.forward, module, up, so_far)
         if hasattr(module, "output_layer"):
-            yield module.output_layer, "forward", so_far.output(module.output_layer.forward)
-        for name, value in _without_mtp(module).items():
-            yield module, name, value
+            yield module.output_layer, "forward", partial(so_far.output, module.output_layer.forward)
+        config = getattr(module, "config", None)
+        if getattr(module, "mtp_process", False) and config is not None:  # multi-token prediction is for training
+            plain = copy.copy(config)
+            plain.mtp_num_layers = None
+            yield module, "mtp_process", False
+            yield module, "config", plain
 
 
-def _without_mtp(module: torch.nn.Module) -> dict[str, Any]:
-    """Attributes that keep multi-token prediction, a training objective, out of the forward."""
-    config = getattr(module, "config", None)
-    if not getattr(module, "mtp_process", False) or config is None:
-        return {}
-    plain = copy.copy(config)
-    plain.mtp_num_layers = None
-    return {"mtp_process": False, "config": plain}
+def _attend(step: Callable[..., Tensor], layer: AnyCoreAttention, _: Any, *qkv: Tensor, causal: bool) -> Tensor:
+    return step(layer, *qkv)
 
 
-def _attend(step: Callable[..., Tensor], layer: AnyCoreAttention) -> Callable[..., Tensor]:
-    return lambda batch, query, key, value, *, causal: step(layer, query, key, value)
+def _forward(so_far: Decoding, layer: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    return so_far.softmax(layer, query, key, value).flatten(2)
 
 
-def _forward(so_far: Decoding, layer: DotProductAttention) -> Callable[..., Tensor]:
-    return lambda query, key, value, *_, **__: so_far.softmax(layer, query, key, value).flatten(2)
-
-
-def _noting(original: Callable[..., Any], layer: Any, up: torch.nn.Module, so_far: Decoding) -> Callable[..., Any]:
-    def forward(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-        so_far.compressed[layer.layer_number] = partial(_latent, rows, up.weight, layer.config)
-        return original(rows, *args, **kwargs)
-
-    return forward
+def _note(original: Callable[..., Any], layer: Any, up: Any, so_far: Decoding, rows: Tensor, *args: Any) -> Any:
+    so_far.compressed[layer.layer_number] = partial(_latent, rows, up.weight, layer.config)
+    return original(rows, *args)
 
 
 def _latent(rows: Tensor, weight: Tensor, config: Any, k: Tensor) -> Latent:
@@ -274,16 +261,12 @@ def _latent(rows: Tensor, weight: Tensor, config: Any, k: Tensor) -> Latent:
     return Latent(rows, weight[:, :plain], weight[:, plain:])
 
 
-def _rotary(module: RotaryEmbedding | YarnRotaryEmbedding, so_far: Decoding) -> Callable[..., Any]:
+def _rotate(module: Any, so_far: Decoding, *_: Any, **__: Any) -> Tensor | tuple[Tensor, float]:
     """Angles ``[s, 1 or b, 1, d]``; YaRN's with their factor."""
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, float]:
-        at = so_far.rows
-        first = int(at.min())
-        found = module.get_emb(int(at.max()) - first + 1, first)
-        angles, *factor = found if isinstance(found, tuple) else (found,)
-        rows = angles[(at - first).long()]
-        rows = rows if at.dim() == 1 else rows.squeeze(2)
-        return (rows, *factor) if factor else rows
-
-    return forward
+    at = so_far.rows
+    first = int(at.min())
+    found = module.get_emb(int(at.max()) - first + 1, first)
+    angles, *factor = found if isinstance(found, tuple) else (found,)
+    rows = angles[(at - first).long()]
+    rows = rows if at.dim() == 1 else rows.squeeze(2)
+    return (rows, *factor) if factor else rows
