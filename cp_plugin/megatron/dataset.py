@@ -93,9 +93,7 @@ def build(
 def find(paths: Sequence[Path], max_bytes: int | None = None) -> list[Path]:
     """The files in the order of the paths, within a folder sorted by name; without hidden ones and installed packages.
 
-    Raises:
-        ValueError: for a path that is missing or without such files.
-        OSError: for a folder that cannot be read.
+    ValueError for a path that is missing or without such files, OSError for a folder that cannot be read.
     """
     found, total = list[Path](), 0
     for path in paths or [STANDARD_LIBRARY]:

@@ -2,10 +2,9 @@
 
 Linear attention has one axis and uses Megatron's ``cp`` group itself.
 
-Groups are made with Megatron's ``create_group``, which applies its timeouts, and connected, right after Megatron's own
-groups, in the same order on all ranks. Their NCCL options are those of ``cp_plugin_<axis>`` in Megatron's
-``--nccl-communicator-config-path``, such as ``max_ctas``. Streams have high priority unless the file says
-``is_high_priority_stream: false``: a message queued behind a kernel that fills the device overlaps with nothing.
+Groups are made with Megatron's ``create_group``, which applies its timeouts, right after Megatron's own, in the same
+order on all ranks. Their NCCL options are those of ``cp_plugin_<axis>`` in ``--nccl-communicator-config-path``. Streams
+have high priority unless that file says otherwise: a message behind a kernel that fills the device overlaps nothing.
 """
 
 from __future__ import annotations
@@ -141,9 +140,7 @@ def _nccl_options(name: str, options: GroupOptions) -> Any:
 def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
     """The options among the arguments of ``initialize_model_parallel``.
 
-    Raises:
-        ValueError: if it builds groups for some of the ranks only, as models of several modules do, and for an invalid
-            file of NCCL options.
+    ValueError if it builds groups for some of the ranks only, and for an invalid file of NCCL options.
     """
     part = arguments.get("local_world_size")
     if arguments.get("rank_offset") or (part is not None and part != dist.get_world_size()):

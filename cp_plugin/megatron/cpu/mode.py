@@ -221,10 +221,7 @@ def _rebind(pairs: Sequence[tuple[Any, Any]]) -> None:
     otherwise="gradients of norms would not be summed over the tensor-parallel ranks",
 )
 def replace_torch_norm(call: Call) -> torch.nn.Module:
-    """Let Megatron's torch norm support sequence parallelism.
-
-    It only needs a mark on the parameters, by which their gradients are summed over the tensor-parallel ranks.
-    """
+    """Mark the parameters of Megatron's torch norm, so that their gradients are summed over tensor-parallel ranks."""
     parallel, plain = call["config"].sequence_parallel, copy.copy(call["config"])
     plain.sequence_parallel = False
     norm = call.original(config=plain)
@@ -234,10 +231,7 @@ def replace_torch_norm(call: Call) -> torch.nn.Module:
 
 
 def no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
-    """Skip the warm-up of fused functions, which draws random numbers from the weights' generator here.
-
-    Their number depends on the parallel sizes, and so would the initial weights.
-    """
+    """Skip the warm-up of fused functions: it draws from the weights' generator here, by the parallel sizes."""
     return lambda *args, **kwargs: None
 
 
@@ -248,10 +242,9 @@ def no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
     otherwise="tokens would attend to other documents",
 )
 def replace_dot_product_attention(call: Call) -> torch.Tensor:
-    """Replacement for ``DotProductAttention.forward`` that takes packs, q ``[t, h, d]``, k and v ``[t, g, d]``.
+    """Attend to one document of a pack, q ``[t, h, d]``, k and v ``[t, g, d]``, after the other.
 
-    Attends to one document after the other; Megatron leaves packs to Transformer Engine. Padding behind a document is
-    treated as its end, which no token before it sees.
+    Padding behind a document is treated as its end, which no token before it sees.
     """
     packed = call.arguments.get("packed_seq_params")
     if packed is None:

@@ -29,26 +29,18 @@ _OF_MEGATRON: dict[str, type] = {
 """Megatron's flags that ``args.settings_from`` reads; its default for all sizes of ranks is 1."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(plain_usage(message))
-
-
 def check(words: Sequence[str], ranks: int | None = None, start: str = "") -> None:
-    """Check a script's command line.
+    """ValueError for misspelt flags, unknown names, unreadable values, conflicts of flags, and too few or many ranks.
 
     Args:
         ranks: started ranks; None: not known.
         start: a command that starts the right number, with ``{ranks}`` in place of it.
-
-    Raises:
-        ValueError: for misspelt flags, unknown names, unreadable values, conflicts of flags, and a number of ranks over
-            which the model cannot be divided.
     """
     if {"-h", "--help"} & set(words):
         return
     args.refuse_yaml(words)
-    parser = args.add_arguments(_Parser(add_help=False, allow_abbrev=False))
+    parser = args.add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    shorten_errors(parser)
     known = args.flags_of(parser)
     for flag, kind in _OF_MEGATRON.items():
         parser.add_argument(flag, type=kind, default=1 if kind is int else None)
@@ -78,7 +70,7 @@ def shorten_errors(parser: argparse.ArgumentParser) -> None:
     def error(message: str) -> NoReturn:
         if message.startswith(unknown):
             refuse_misspelt(message.removeprefix(unknown).split(), args.flags_of(parser))
-        _Parser.error(parser, message)
+        raise ValueError(plain_usage(message))
 
     parser.error = error  # type: ignore[method-assign]
 

@@ -18,7 +18,7 @@ from cp_plugin.engine.common.names import one_of
 from cp_plugin.engine.core.options import AUTO, Options
 from cp_plugin.engine.kernels import backends
 from cp_plugin.engine.linear.kernels import KERNELS
-from cp_plugin.engine.linear.variants import Variant, variants
+from cp_plugin.engine.linear.variants import Variant, get, variants
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.megatron.flags.option_flags import takes
@@ -45,7 +45,7 @@ class Linear:
     @property
     def kind(self) -> Variant:
         """The variant."""
-        return variants()[self.variant]
+        return get(self.variant)
 
     @property
     def hybrid(self) -> bool:
@@ -55,10 +55,6 @@ class Linear:
     def has(self, layer_number: int) -> bool:
         """Whether a layer is linear; Megatron counts from 1 over all pipeline stages."""
         return self.pattern[(layer_number - 1) % len(self.pattern)] == LINEAR
-
-    def layers(self, total: int) -> int:
-        """The number of linear layers among ``total``."""
-        return sum(self.has(number) for number in range(1, total + 1))
 
     def problem(self, model: Problem) -> Problem:
         """A call of a linear layer in a model whose softmax layers have calls of ``model``."""
@@ -159,16 +155,10 @@ def delta_net_from(args: argparse.Namespace, provider: str | None, options: Opti
 
 
 def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Linear, Options]:
-    """Split the options between linear and softmax layers, with a common layout.
+    """Split the options between linear and softmax layers, with a common layout; ValueError if there is none.
 
     Each provider gets the options it declares, softmax layers also those that nobody declares. A kernel goes to the
-    kind of attention that has it.
-
-    Args:
-        provider: of the softmax layers; None: no such layers; ``auto``: the planner chooses it, and the layout.
-
-    Raises:
-        ValueError: for providers without a common layout, or a kernel that neither kind of attention has.
+    kind of attention that has it. Without softmax layers the provider is None; ``auto``: the planner chooses it.
     """
     own = {option: value for option, value in options.chosen.items() if takes(linear.provider, option)}
     softmax = {None: [], AUTO: providers.names()}.get(provider, [provider])

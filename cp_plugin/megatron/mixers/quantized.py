@@ -133,9 +133,7 @@ def _all_ranks(cp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | int:
 def _converted(model: torch.nn.Module) -> None:
     """Called by modelopt when the model's modules are converted, before they are configured.
 
-    Raises:
-        ValueError: for a model with attention that is not the plugin's: quantisation scripts build models without
-            Megatron's training loop, hence without the audit at start-up.
+    ValueError for a model with other attention: quantisation scripts build models without the audit at start-up.
     """
     if not runtime.settings().active:
         return

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -188,33 +189,21 @@ def build_datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     packed = {"inter_document_masking": True} if packed_by(args) else {}  # since 0.19
+    same = {field.name: getattr(args, field.name) for field in fields(GPTDatasetConfig) if hasattr(args, field.name)}
     config = GPTDatasetConfig(
+        **same,
         **packed,
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
         tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
-        object_storage_cache_path=args.object_storage_cache_path,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
-
     if not args.mock_data and config.blend is None and config.blend_per_split is None:
         raise ValueError("there is no data to train on: add --data-path PREFIX, or --mock-data")
     kind = MockGPTDataset if args.mock_data else GPTDataset
@@ -235,17 +224,14 @@ def build_model(
     """One pipeline stage of the GPT or hybrid model; called by Megatron."""
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
-    shared: dict[str, Any] = {
+    same = ("fp16_lm_cross_entropy", "position_embedding_type", "rotary_percent", "rotary_base")
+    shared: dict[str, Any] = {name: getattr(args, name) for name in same} | {
         "vocab_size": args.padded_vocab_size,
         "max_sequence_length": args.max_position_embeddings,
         "pre_process": pre_process,
         "post_process": post_process,
-        "fp16_lm_cross_entropy": args.fp16_lm_cross_entropy,
         "parallel_output": True,
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
-        "position_embedding_type": args.position_embedding_type,
-        "rotary_percent": args.rotary_percent,
-        "rotary_base": args.rotary_base,
         "vp_stage": vp_stage,
         "pg_collection": pg_collection,
     }
@@ -256,16 +242,16 @@ def build_model(
 
         pattern = args.hybrid_layer_pattern
         return HybridModel(config=config, hybrid_stack_spec=stack_spec(config), hybrid_layer_pattern=pattern, **shared)
+    with_te = args.transformer_impl == "transformer_engine"
     spec = get_gpt_decoder_block_spec(
         config,
-        use_transformer_engine=args.transformer_impl == "transformer_engine",
+        use_transformer_engine=with_te,
         normalization=args.normalization,
         qk_l2_norm=args.qk_l2_norm,
         vp_stage=vp_stage,
     )
     mtp = None
     if config.mtp_num_layers:  # layers like the stage's last; None on a stage without
-        with_te = config.transformer_impl == "transformer_engine"
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=with_te, vp_stage=vp_stage)
     return GPTModel(
         config=config,

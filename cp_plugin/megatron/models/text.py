@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import resource
 import time
@@ -87,9 +86,8 @@ def encode(request: Request, tokens: Tokens) -> list[list[int]]:
 
 def require_agreement(request: Request, prompts: list[list[int]]) -> None:
     """ValueError on every rank if their requests differ."""
-    mine = hashlib.sha256(repr((request, prompts)).encode()).hexdigest()
-    everywhere = gather_objects(mine)
-    others = [rank for rank, digest in enumerate(everywhere) if digest != everywhere[0]]
+    everywhere = gather_objects((request, prompts))
+    others = [rank for rank, asked in enumerate(everywhere) if asked != everywhere[0]]
     if others:
         raise ValueError(
             f"the ranks disagree on the request: {ranks_named(others)} got a different --prompt or different options "
@@ -166,14 +164,9 @@ DEFAULT_PROVIDER = "striped"
 
 
 def flags(saved: tuple[Path, int | None] | None, rest: list[str]) -> list[str]:
-    """Flags of the checkpoint's model, of no training, of the ranks, and last the user's, which win.
+    """Flags of the checkpoint's model, of no training, of the ranks, and last the user's (``rest``), which win.
 
-    Args:
-        saved: folder and iteration of a checkpoint; None: the user gives all flags.
-        rest: the user's flags.
-
-    Raises:
-        ValueError: as ``saved_model.flags`` does.
+    saved: folder and iteration of a checkpoint; None: the user gives all flags. ValueError as of ``saved_model.flags``.
     """
     model: list[str] = []
     if saved is not None:
@@ -193,8 +186,7 @@ def flags(saved: tuple[Path, int | None] | None, rest: list[str]) -> list[str]:
 def load() -> torch.nn.Module:
     """The model that `sys.argv` describes, with the weights of ``--load``.
 
-    Raises:
-        ValueError: for flags that ``gpt`` refuses, and for several model chunks on a rank.
+    ValueError for flags that ``gpt`` refuses, and for several model chunks on a rank.
     """
     gpt.refuse(arguments.parse_args())
     cpu.use_compiled_helper()

@@ -157,11 +157,7 @@ def replace_get_batches(call: Call) -> Any:
     """Replaces ``get_batches_on_this_cp_rank``: the batch in the model's layout, never divided per document.
 
     Megatron's name for this layout is "zigzag"; a script may also use the layout's own. Additional views have the
-    layout that their names say: the model's, zigzag or contiguous.
-
-    Raises:
-        ValueError: for a boundary layout that the model does not have, for unknown additional ones, and for packed
-            documents in several.
+    layout that their names say: the model's, zigzag or contiguous. ValueError for others, and for packs in several.
     """
     cp, boundary = runtime.context_parallel(call["cp_group"]), call["boundary_layout"]
     views = [name for name in dict.fromkeys(call["additional_layouts"]) if name != boundary]

@@ -13,15 +13,9 @@ from typing import Any
 
 
 def examined(folder: str, words: Sequence[str]) -> dict[str, Any]:
-    """Import Megatron from a checkout and examine the patches of a run.
+    """Import Megatron from a checkout and examine the patches of a run: ``version``, and ``symbols`` as of ``_row``.
 
-    Args:
-        folder: with a ``megatron`` package.
-        words: flags of the run; none: a GPT model with a provider, and what any other run would replace.
-
-    Returns:
-        ``version``, and ``symbols``: target, contract, state (checked, absent, broken), what for, what
-        would go wrong, whether this run needs it, and how it is broken.
+    words: flags of the run; none: a GPT model with a provider, and what any other run would replace.
 
     Raises:
         ValueError: if there is no ``megatron`` package, it is outside of the supported range, or flags are wrong.
@@ -66,6 +60,7 @@ def _run(words: Sequence[str]) -> Any:
 
 
 def _row(patch: Any, *, needed: bool) -> dict[str, Any]:
+    """One symbol; its state: checked, absent, or broken."""
     from cp_plugin.megatron.patches import patching
 
     if patching.replaced_at(patch.target) is not None:

@@ -100,13 +100,10 @@ _MEGATRON_FLAGS = (  # attributes of Megatron's parsed arguments
 
 
 def require_same_flags() -> None:
-    """Gather the flags of all ranks and compare them; collective over the default process group.
+    """ValueError on every rank if ranks have other flags, or versions; collective over the default process group.
 
     A rank with another layout, provider or sequence length would not fail, but train on tokens at the wrong positions.
     The flags are what Megatron has parsed, or Bridge's (``STATE.compared``); without either nothing is compared.
-
-    Raises:
-        ValueError: on every rank, naming each flag that differs, its values and their ranks.
     """
     from megatron.training import global_vars
 
@@ -208,14 +205,10 @@ def _validate_args(call: Call) -> argparse.Namespace:
 
 
 def start(settings: Settings, model: Model | None = None, parsed: argparse.Namespace | None = None) -> None:
-    """Make these the settings of the process, and install the patches they need.
+    """Make these the settings of the process, and install the patches they need; ValueError for a broken contract.
 
-    Args:
-        model: the resolved attention; None: no flags described one.
-        parsed: Megatron's arguments; None: unknown, so that all patches of a provider are installed.
-
-    Raises:
-        ValueError: if a contract is broken.
+    model: the resolved attention; None: no flags described one.
+    parsed: Megatron's arguments; None: unknown, so that all patches of a provider are installed.
     """
     runtime.configure(settings, model)
     run = Run(settings=settings, args=parsed)

@@ -144,18 +144,14 @@ class Call:
 def _declared(
     form: Form, target: str, reason: str, parameters: str = "", *, optional: str = "", **more: Any
 ) -> Callable[[Callable[[Call], Any]], Patch]:
-    """Decorator that makes a ``Patch`` of a function of the ``Call``.
+    """Decorator that makes a ``Patch`` of a function of the ``Call``; parameters and optional are separated by spaces.
 
     @wraps("somelib:double", "another factor", "x")
     def replace_double(call: Call) -> int:
         return 2 * call.original() + call["x"]
 
-    A replacement refuses values other than the defaults for parameters that it does not know. While the start-up check
+    What replaces refuses values other than the defaults for parameters that it does not know. While the start-up check
     computes on one rank, the original runs: what one rank trains.
-
-    Args:
-        parameters, optional: separated by spaces.
-        more: further fields of the patch.
     """
 
     def declare(replacement: Callable[[Call], Any]) -> Patch:

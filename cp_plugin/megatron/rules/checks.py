@@ -97,10 +97,7 @@ def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
 
 
 def refuse_all(args: argparse.Namespace, settings: Settings) -> None:
-    """ValueError with what no provider supports of a training's validated flags, stock Megatron's included.
-
-    Stock's own exchange is left out: a provider replaces it.
-    """
+    """ValueError with what no provider supports of validated flags; stock's own exchange is one that it replaces."""
     run = run_of(copy.copy(args), settings)
     vars(run.args).update(cp_comm_type=None, hierarchical_context_parallel_sizes=None)
     adjust(TRAINING, run)
@@ -108,12 +105,9 @@ def refuse_all(args: argparse.Namespace, settings: Settings) -> None:
 
 
 def check_validated(args: argparse.Namespace, settings: Settings, device: torch.device | None) -> Model:
-    """Check the namespace after Megatron's validation and return the model's attention as the providers resolve it.
+    """Return the model's attention as the providers resolve it; ValueError for what any part does not support.
 
     device: None: another machine's, whose kernels are unknown.
-
-    Raises:
-        ValueError: for what the plugin, the provider or the attention kernel does not support.
     """
     _refuse(run_of(args, settings, device), late=True)
     model = model_of(args, settings)
@@ -178,8 +172,8 @@ def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:
 def lift_divisor(args: argparse.Namespace, settings: Settings) -> Iterator[None]:
     """Make Megatron accept every sequence length that the layout accepts.
 
-    Megatron asserts that ``--seq-length`` is a multiple of twice the context-parallel size, which only unpadded zigzag
-    needs. It does not assert it for ``--encoder-seq-length``, which it copies to ``seq_length``: pass the length there.
+    Megatron asserts that ``--seq-length`` is a multiple of twice the context-parallel size, as unpadded zigzag needs,
+    but not ``--encoder-seq-length``, which it copies to ``seq_length``.
     """
     length, cp = args.seq_length, args.context_parallel_size
     if (

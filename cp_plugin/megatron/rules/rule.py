@@ -80,12 +80,9 @@ def flag(
     linear: bool = False,
     example: str = "",
 ) -> Rule:
-    """Refuse values of a Megatron flag; versions without the flag pass.
+    """Refuse values of a Megatron flag in ``subject.args``, a namespace or a layer's configuration, if it is there.
 
-    Args:
-        name: the flag with its dashes; ``subject.args`` (a namespace or a layer's configuration) has its value.
-        linear: the rule is for linear attention only.
-        example: a value that is refused; none for a switch.
+    linear: the rule is for linear attention only. example: a value that is refused; none for a switch.
     """
 
     def looks_at(subject: Any) -> Found:
