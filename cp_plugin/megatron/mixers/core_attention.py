@@ -88,16 +88,6 @@ class AnyCoreAttention(MegatronModule):
         tensor_parallel = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
         self.tp_group = tensor_parallel if pg_collection is None else pg_collection.tp
 
-    def set_context_parallel_group(
-        self,
-        cp_group: dist.ProcessGroup | None,
-        cp_global_ranks: list[int] | None = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-    ) -> None:
-        """Transformer Engine's method: use another group from now on; None: no context parallelism."""
-        self.cp_group = cp_group
-
     @property
     def context_parallel(self) -> ContextParallel:
         if self.cp_group is None:

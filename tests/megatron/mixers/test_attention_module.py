@@ -83,17 +83,6 @@ def test_it_has_no_parameters_and_loads_what_transformer_engine_saved(ring: None
     assert module.load_state_dict({"other": torch.empty(0)}, strict=False).unexpected_keys == ["other"]
 
 
-def test_another_group_can_be_set(ring: None) -> None:
-    module = _module(pg_collection=None)
-    assert module.cp_group is None, "a model without context parallelism"
-    group = Alone()
-    module.set_context_parallel_group(group, [0], None, "p2p")
-    assert module.cp_group is group
-    module.set_context_parallel_group(None, None, None, "p2p")
-    assert module.cp_group is None
-    assert module.context_parallel.size == 1
-
-
 def test_a_context_parallel_layer_needs_a_group(ring: None) -> None:
     with pytest.raises(ValueError, match="its pg_collection has no cp group"):
         _module(_config(context_parallel_size=2), pg_collection=SimpleNamespace(cp=None))
