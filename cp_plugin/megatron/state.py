@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
@@ -56,14 +56,6 @@ class Cut:
     """Hashes of the lengths of documents by which batches were sliced in training (``--cp-layout documents``)."""
 
 
-class BatchWatch(Protocol):
-    """Is told each micro-batch, and its loss: ``selfcheck.slices``."""
-
-    def sliced(self, batch: Mapping[str, Any], cp: ContextParallel, group: dist.ProcessGroup | None) -> None: ...
-
-    def lost(self, loss: torch.Tensor, output: Any) -> None: ...
-
-
 @dataclass
 class State:
     """The state of this process."""
@@ -83,7 +75,7 @@ class State:
     loaded: Mapping[str, str] = field(default_factory=dict)  # settings of the last checkpoint that was read
     losses: dict[str, tuple[float, float]] | None = None  # of the first step, to be compared with those logged
     trial: bool = False  # while the start-up check runs a step
-    slices: BatchWatch | None = None  # compares slices of checked steps with whole batches
+    slices: Any = None  # ``selfcheck.slices.Slices``, told each micro-batch and its loss in checked steps
     complete: Callable[[Sequence[torch.nn.Module]], None] = lambda _: None
     """Installs the patches that these models need though no flag says so."""
     compared: argparse.Namespace | None = None  # arguments that the ranks compare instead of Megatron's

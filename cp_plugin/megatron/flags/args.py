@@ -6,13 +6,12 @@ Does not import Megatron, so that ``--cp-device`` can be read first.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cp_plugin.engine.common.names import one_of
-from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.options import Options, whole_number
 from cp_plugin.engine.kernels import backends
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.placement.documents import get_layout
@@ -275,11 +274,10 @@ def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace
 
 def _check_every(args: argparse.Namespace, default: int) -> int:
     text = getattr(args, "cp_check_every", None)
-    if text is None:
-        return default
-    if re.fullmatch(r"0|[1-9]\d*", text, re.ASCII) is None:
+    number = default if text is None else 0 if text == "0" else whole_number(text)
+    if number is None:
         raise ValueError(f"--cp-check-every {text}: write a number of iterations, such as 100, or 0 for never")
-    return int(text)
+    return number
 
 
 def _recompute_attention(args: argparse.Namespace) -> bool:

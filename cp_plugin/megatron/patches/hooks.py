@@ -65,7 +65,7 @@ def replace_initialize_model_parallel(call: Call) -> None:
 def replace_setup_model_and_optimizer(call: Call) -> Any:
     """Replacement for ``setup_model_and_optimizer``: audit before training, and the self-check of its first step."""
     result = call.original()
-    chunks, optimizer, rates = _parts(result)
+    chunks, optimizer, rates = result if isinstance(result, tuple) else vars(result).values()  # in this order
     if not runtime.settings().active:
         step.expect(optimizer, rates)
         return result
@@ -77,11 +77,6 @@ def replace_setup_model_and_optimizer(call: Call) -> Any:
     recheck.watch(chunks, lambda: failures.finished_steps() or 0)
     STATE.cut.packed = runtime.packs()
     return result
-
-
-def _parts(made: Any) -> Sequence[Any]:
-    """Model, optimizer and learning rates, in this order, of a tuple or an object with these attributes."""
-    return made if isinstance(made, tuple) else list(vars(made).values())
 
 
 _MEGATRON_FLAGS = (  # attributes of Megatron's parsed arguments

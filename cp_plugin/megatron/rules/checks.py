@@ -194,7 +194,8 @@ def run_of(args: argparse.Namespace, settings: Settings, device: torch.device | 
 
 def _refuse(run: Run, *, late: bool) -> None:
     rules = (*TRAINING, *(LINEAR if run.settings.linear is not None else ()))
-    refuse((rule for rule in rules if late or not rule.late), run, prefix=run.asked, suffix=run.instead)
+    affixes = {"prefix": f"{run.settings.asked} does not support ", "suffix": f" (or {run.settings.instead})"}
+    refuse((rule for rule in rules if late or not rule.late), run, **affixes)
 
 
 def say(args: argparse.Namespace, told: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from cp_plugin.megatron.rules.rule import Found, Rule, when
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
-_FIX = "use --fp8-recipe tensorwise or delayed, or --cp-fp8 comm{0.instead}"
+_FIX = "use --fp8-recipe tensorwise or delayed, or --cp-fp8 comm (or {0.settings.instead})"
 
 
 def _computes(run: Run) -> bool:
@@ -48,7 +48,7 @@ RULES = (
         name="first and last layers in bfloat16",
         example="--first-last-layers-bf16 --cp-fp8 compute",
         what="--first-last-layers-bf16 with --cp-fp8 compute, which applies to all layers",
-        fix="use --cp-fp8 comm{0.instead}",
+        fix="use --cp-fp8 comm (or {0.settings.instead})",
         looks_at=lambda run: _computes(run) and getattr(run.args, "first_last_layers_bf16", False),
         sentence=True,
     ),

@@ -26,16 +26,6 @@ class Run:
     device: torch.device | None = None  # None: planning for another machine
 
     @property
-    def asked(self) -> str:
-        """Prefix of a refusal."""
-        return f"{self.settings.asked} does not support "
-
-    @property
-    def instead(self) -> str:
-        """Suffix of a refusal."""
-        return f" (or {self.settings.instead})"
-
-    @property
     def packed(self) -> str:
         """The flags that pack documents; empty: none."""
         return ", ".join(packed_by(self.args))

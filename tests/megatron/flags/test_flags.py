@@ -154,11 +154,9 @@ PROVIDER = replace(LASP2, name="parted", options=(STATE_PARTS, "gradient_dtype")
 
 
 @pytest.fixture
-def parted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def parted(tmp_path: Path) -> Iterator[None]:
     """A third-party provider of linear layers with its own option and one shared with softmax providers."""
-    third_party.install(tmp_path, "parted", PARTED, providers.ENTRY_POINTS, parted="PROVIDER")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with third_party.looked_for_anew():
+    with third_party.installed(tmp_path, "parted", PARTED, providers.ENTRY_POINTS, parted="PROVIDER"):
         yield
 
 
