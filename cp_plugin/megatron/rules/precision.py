@@ -9,8 +9,6 @@ from cp_plugin.megatron.rules.rule import Found, Rule, when
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
-_FIX = "use --fp8-recipe tensorwise or delayed, or --cp-fp8 comm (or {0.settings.instead})"
-
 
 def _computes(run: Run) -> bool:
     return run.settings.options.fp8 == "compute"
@@ -28,20 +26,13 @@ def _linear_layers(run: Run) -> Found:
 
 RULES = (
     Rule(
-        name="blockwise FP8",
-        example="--fp8-recipe blockwise --fp8-format e4m3 --cp-fp8 compute",
-        what="--fp8-recipe blockwise has no FP8 attention, neither in the plugin nor in Transformer Engine",
-        fix=_FIX,
-        looks_at=lambda run: _computes(run) and _recipe(run) == "blockwise",
-        sentence=True,
-    ),
-    Rule(
-        name="custom FP8",
-        example="--fp8-recipe custom --fp8-format e4m3 --cp-fp8 compute",
-        what="--fp8-recipe custom with --cp-fp8 compute",
-        why="the attention kernels use one scale per tensor, and would ignore the custom recipe",
-        fix=_FIX,
-        looks_at=lambda run: _computes(run) and _recipe(run) == "custom",
+        name="blockwise and custom FP8",
+        example="--fp8-recipe blockwise --fp8-format e4m3 --cp-fp8 compute | "
+        "--fp8-recipe custom --fp8-format e4m3 --cp-fp8 compute",
+        what="--fp8-recipe {0.args.fp8_recipe} with --cp-fp8 compute",
+        why="attention kernels, ours and Transformer Engine's, use one scale per tensor, and would ignore the recipe",
+        fix="use --fp8-recipe tensorwise or delayed, or --cp-fp8 comm (or {0.settings.instead})",
+        looks_at=lambda run: _computes(run) and _recipe(run) in ("blockwise", "custom"),
         sentence=True,
     ),
     Rule(
