@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import re
 import tomllib
@@ -11,6 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rule_examples import flags_parser
+
+from cp_plugin.megatron.flags.args import flags_of
 
 REFUSED = tomllib.loads(Path(__file__).with_name("bad_flags.toml").read_text())
 CASES = {f"{begin} {rest}".strip(): said for begin, table in REFUSED.items() for rest, said in table.items()}
@@ -23,7 +25,7 @@ def refused(validated: Callable[..., argparse.Namespace], monkeypatch: pytest.Mo
 
     def message(flags: str) -> str:
         of_megatron = {word for word in flags.split() if word.startswith("--") and not word.startswith("--cp-")}
-        if missing := sorted(of_megatron - _known()):
+        if missing := sorted(of_megatron.difference(flags_of(flags_parser()))):
             pytest.skip(f"this megatron-core has no {', '.join(missing)}")
         if "fsdp" in flags:
             monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # required by Megatron
@@ -34,14 +36,6 @@ def refused(validated: Callable[..., argparse.Namespace], monkeypatch: pytest.Mo
         return str(raised.value)
 
     return message
-
-
-@functools.cache
-def _known() -> set[str]:
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return {option for action in parser._actions for option in action.option_strings}
 
 
 def _instead(flags: str) -> str:

@@ -22,6 +22,7 @@ from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.state import Model
 
 TOKENS = 16
+OnRank = Callable[[ContextParallel], list[Any]]
 
 
 def one_rank_of(name: str, layout: str, size: int, index: int, **options: Any) -> ContextParallel:
@@ -70,7 +71,7 @@ def replace_get_batch(original: Callable[..., Any]) -> Callable[..., dict[str, A
 
 
 @pytest.fixture
-def on_rank(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[ContextParallel], list[Any]]:
+def on_rank(adapter: None, monkeypatch: pytest.MonkeyPatch) -> OnRank:
     """Make this process one rank; the returned list collects the groups it was asked for."""
     from cp_plugin.megatron import runtime
 
@@ -88,7 +89,7 @@ AT = {"contiguous": [4, 5, 6, 7], "zigzag": [2, 3, 12, 13], "striped": [1, 5, 9,
 
 
 @pytest.mark.parametrize("layout", AT)
-def test_what_else_a_batch_has(on_rank: Callable[[ContextParallel], list[Any]], layout: str) -> None:
+def test_what_else_a_batch_has(on_rank: OnRank, layout: str) -> None:
     """That tokens, labels, loss mask and positions are cut to every provider's layouts, trainings show."""
     asked = on_rank(one_rank_of("all_gather", layout, 4, 1))
     batch, whole = _batch(), _batch()
@@ -101,9 +102,7 @@ def test_what_else_a_batch_has(on_rank: Callable[[ContextParallel], list[Any]], 
         assert batch[key] is whole[key] or torch.equal(batch[key], whole[key])
 
 
-def test_contiguous_tokens_that_a_script_asks_for(
-    on_rank: Callable[[ContextParallel], list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contiguous_tokens_that_a_script_asks_for(on_rank: OnRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused where the model has others, unless Megatron converts them: then a mask's rows follow attention's."""
     from cp_plugin.megatron import runtime
 
@@ -184,7 +183,7 @@ ASKED: dict[tuple[str, str, tuple[str, ...]], str] = {
 
 @pytest.mark.parametrize(("provider", "boundary", "others"), ASKED)
 def test_a_batch_in_the_layouts_that_a_script_asks_for(
-    on_rank: Callable[[ContextParallel], list[Any]],
+    on_rank: OnRank,
     get_batches: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     provider: str,
@@ -211,9 +210,7 @@ def test_a_batch_in_the_layouts_that_a_script_asks_for(
     assert torch.equal(whole["tokens"], _batch()["tokens"])
 
 
-def test_a_pack_in_the_layouts_that_a_script_asks_for(
-    on_rank: Callable[[ContextParallel], list[Any]], get_batches: Callable[..., Any]
-) -> None:
+def test_a_pack_in_the_layouts_that_a_script_asks_for(on_rank: OnRank, get_batches: Callable[..., Any]) -> None:
     """Its documents are not divided by themselves; ranks with a head axis, and one rank, have their own tokens."""
     pack = {"cu_seqlens": torch.tensor([[0, 3, TOKENS]], dtype=torch.int32), "max_seqlen": torch.tensor([13])}
     on_rank(one_rank_of("striped", "striped", 4, 1))
@@ -251,7 +248,7 @@ def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypa
     assert newer.get_batches_on_this_cp_rank is known
 
 
-def test_batches_that_are_refused_and_one_without_tokens(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
+def test_batches_that_are_refused_and_one_without_tokens(on_rank: OnRank) -> None:
     on_rank(one_rank_of("ring", "zigzag", 4, 1))
     with pytest.raises(ValueError, match="multiple of 8"):
         replace_get_batch(_plainly)({"tokens": torch.zeros(1, 12)})
@@ -262,7 +259,7 @@ def test_batches_that_are_refused_and_one_without_tokens(on_rank: Callable[[Cont
 
 
 @pytest.fixture
-def padding(on_rank: Callable[[ContextParallel], list[Any]]) -> Callable[..., ContextParallel]:
+def padding(on_rank: OnRank) -> Callable[..., ContextParallel]:
     """``padding()``: one of four ranks of a run with ``--cp-pad-sequence`` and sequences of 9 tokens."""
     from cp_plugin.megatron import runtime
 
@@ -306,7 +303,7 @@ def test_what_cannot_be_padded_is_refused(
         replace_router_forward(lambda self, input, padding_mask=None: None)(SimpleNamespace(), torch.zeros(6, 3, 8))
 
 
-def test_rope_needs_the_group_by_which_it_is_cut(on_rank: Callable[[ContextParallel], list[Any]]) -> None:
+def test_rope_needs_the_group_by_which_it_is_cut(on_rank: OnRank) -> None:
     """That it is cut to the layout, every training shows."""
     from cp_plugin.megatron.patches.rope import replace_get_pos_emb
 
