@@ -116,12 +116,16 @@ class AnyCoreAttention(MegatronModule):
         cp, mask_type = self.context_parallel, self.attn_mask_type if attn_mask_type is None else attn_mask_type
         call = query, key, attention_mask, mask_type, attention_bias, packed_seq_params, cp.layout.name
         rules.check_call(self.layer_number, runtime.settings(), *call)
-        causal = rules.CAUSAL[mask_type.name]
-        batch = MicroBatch.attended(cp, packed_seq_params, query.size(0) * cp.size, self.layer_number)
+        causal, batch = rules.CAUSAL[mask_type.name], self.micro_batch(packed_seq_params, query.size(0))
         if packed_seq_params is None:
             return self.attend(batch, query, key, value, causal=causal).flatten(2)
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         return self.attend(batch, query, key, value, causal=causal).squeeze(1).flatten(1)
+
+    def micro_batch(self, packed: PackedSeqParams | None, tokens: int) -> MicroBatch:
+        """Return the micro-batch of one call; tokens: on this rank."""
+        cp = self.context_parallel
+        return MicroBatch.attended(cp, packed, tokens * cp.size, self.layer_number)
 
     @abstractmethod
     def attend(self, batch: MicroBatch, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
