@@ -36,8 +36,9 @@ def replace_slicer(slicer: Callable[..., Any]) -> None:
     from cp_plugin.megatron.patches import patching
 
     ours = sys.modules["megatron.core.utils"].get_batch_on_this_cp_rank
-    for module, name in patching._holders([ours])[id(ours)]:
-        setattr(module, name, slicer)
+    for module in patching.importers().values():
+        for name in [name for name, value in vars(module).items() if value is ours]:
+            setattr(module, name, slicer)
 
 
 def stock(name: str, *places: str) -> Plant:
