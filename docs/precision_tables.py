@@ -73,7 +73,7 @@ def of_provider(
 
     def rank(mesh: Mesh) -> tuple[Tensor, ...]:
         cp = ContextParallel(name, mesh=over(mesh), problem=problem, **options)
-        got = calls.directly(cp, case.inputs.sharded(cp, torch.device("cpu")), problem)
+        got = calls.call_through_autograd(cp, case.inputs.sharded(cp, torch.device("cpu")), problem)
         return tuple(cp.unshard(x) for x in got)
 
     axes = providers.get(name).axes(ranks, Options(**options))

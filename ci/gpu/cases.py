@@ -171,7 +171,7 @@ def errors(setup: Setup, documents: tuple[int, ...], device: torch.device) -> tu
 
 
 def attend(cp: ContextParallel, x: Inputs, problem: Problem, documents: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv of this rank's tokens, without autograd, which has one thread per device."""
+    """out, dq, dk, dv of this rank's tokens, without autograd."""
     q, k, v, dout = (y.detach() for y in x[:4])
     method = cp.method(problem, q.device, Scores(q.size(3) ** -0.5), problem.mask(documents))
     return calls.call_method(method, q, k, v, dout)

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from cases import cannot, provider
 from over_ranks import CASE_S, device, over_ranks, words
 from record import Found, NotRun, Step, found_by, worst
-from torch import Tensor
 
 from cp_plugin import Options, Problem
 from cp_plugin.engine.attention import calls
@@ -217,31 +216,31 @@ def one(run: Run) -> Found:
         return None, {"reason": reason}
     made = [dist.new_group(ranks) for ranks in run.groups.ranks]
     mine = next(group for group, ranks in zip(made, run.groups.ranks, strict=True) if dist.get_rank() in ranks)
-    return near(run.setup, ContextParallel(run.setup, group=mine), device(), calls.call_through_autograd)
+    return near(run.setup, ContextParallel(run.setup, group=mine), device())
 
 
 def on_threads[T](run: Run, each: Callable[..., T]) -> T:
-    """``near`` or ``called`` on rank threads, without autograd, which has one thread per device."""
+    """``near`` or ``called`` on rank threads."""
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if reason := cannot(run.setup, here):
         raise NotRun(reason)
 
     def rank(mesh: Mesh) -> T:
-        return each(run.setup, ContextParallel(run.setup, mesh=mesh), here, calls.directly)
+        return each(run.setup, ContextParallel(run.setup, mesh=mesh), here)
 
     return run_threads(rank, run.setup.axes, patience=CASE_S)[0]
 
 
-def called(setup: Setup, cp: ContextParallel, here: torch.device, call: Callable[..., Sequence[Tensor]]) -> Any:
+def called(setup: Setup, cp: ContextParallel, here: torch.device) -> Any:
     """The results of a rank's call for the whole sequence."""
     inputs = make_inputs(replace(setup.problem, size=1)).sharded(cp, here)
-    return tuple(cp.unshard(x) for x in call(cp, inputs, setup.problem))
+    return tuple(cp.unshard(x) for x in calls.call_through_autograd(cp, inputs, setup.problem))
 
 
-def near(setup: Setup, cp: ContextParallel, here: torch.device, call: Callable[..., Sequence[Tensor]]) -> Found:
+def near(setup: Setup, cp: ContextParallel, here: torch.device) -> Found:
     """A rank's call against the answer of one device."""
     case = answer(replace(setup.problem, size=1), setup.provider.kind)
-    got = called(setup, cp, here, call)
+    got = called(setup, cp, here)
     return worst(relative_errors(got, case.want, tensors(case.problem)), verify.limits(setup, case, here))
 
 

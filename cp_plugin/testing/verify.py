@@ -1,8 +1,8 @@
 """``cp-plugin verify``: run providers on this machine's devices and compare with attention on one device.
 
-    CPU                      forked Gloo ranks, through autograd
-    CUDA, a device per rank  forked NCCL ranks, through autograd
-    CUDA, fewer devices      the ranks are threads on one device, the method is called directly (``comm/threads.py``)
+    CPU                      forked Gloo ranks
+    CUDA, a device per rank  forked NCCL ranks
+    CUDA, fewer devices      ranks that are threads on one device (``comm/threads.py``)
 
 Float64 and float32 have fixed limits. In half precision the limit of each tensor is twice the error of one call of the
 same kernel on one device; with ``--fp8`` its inputs and results are rounded as in transit. (A method rounds some of
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from cp_plugin.engine.attention import calls
 from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.attention.calls import Setup, options_of, settled_or_reason, setups
-from cp_plugin.engine.comm import Mesh, ThreadMesh, run_threads
+from cp_plugin.engine.comm import Mesh, run_threads
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Decay, Problem
 from cp_plugin.engine.kernels import blocks
@@ -141,9 +141,9 @@ def verify(
 
 
 def _call(setup: Setup, cp: ContextParallel, case: Case, here: torch.device) -> tuple[dict[str, float], ...]:
-    """The errors and the limits of all tensors, on the first rank."""
-    call = calls.directly if isinstance(cp.mesh, ThreadMesh) else calls.call_through_autograd
-    got = [cp.unshard(x) for x in call(cp, case.inputs.sharded(cp, here), setup.problem)]
+    """Return the errors and the limits of all tensors, on the first rank."""
+    found = calls.call_through_autograd(cp, case.inputs.sharded(cp, here), setup.problem)
+    got = [cp.unshard(x) for x in found]
     if cp.index > 0:
         return ()
     return relative_errors(got, case.want, tensors(setup.problem)), limits(setup, case, here)

@@ -71,7 +71,7 @@ def test_the_default_plan_covers_every_provider_layout_and_problem() -> None:
 
 @pytest.mark.parametrize("threads", [False, pytest.param(True, marks=nightly)])
 def test_providers_pass_on_ranks_and_on_threads(threads: bool) -> None:
-    """Threads are used on one CUDA device, where the method is called directly."""
+    """Threads are used on one CUDA device."""
     problems = [problem(kv_heads=4), problem(dtype=torch.bfloat16, causal=False)]
     planned = plan((), problems, Options())
     if not NIGHT:  # each provider once in each dtype

@@ -1,7 +1,7 @@
 """Setups, and one attention call of a provider, softmax or linear.
 
 A setup is a provider with resolved options for one problem, or the reason why it cannot do it: ``cp-plugin traffic``
-and ``cp-plugin verify`` run through a list of them. A call has its inputs, and is made with and without autograd.
+and ``cp-plugin verify`` run through a list of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_plugin.engine.attention import linear as linear_attention
 from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.comm import TraceMesh, axis_groups
 from cp_plugin.engine.common.text import show_option
@@ -208,18 +207,6 @@ def call_through_autograd(
         leaves += [decay] * (problem.decay in ("token", "key")) + [beta] * problem.delta
     between()
     return out.detach(), *torch.autograd.grad(out, leaves, shards.dout.detach())
-
-
-def directly(cp: ContextParallel, shards: Inputs, problem: Problem) -> tuple[Tensor, ...]:
-    """The same without autograd, which cannot run ranks that are threads on one CUDA device."""
-    if cp.provider.kind == "linear":
-        scan, parts = cp.scan(problem, shards.q.device)
-        q, k, v, dout, *beside = shards
-        found = linear_attention.directly((q, k, v, *beside), dout.detach(), scan, parts)
-        return found[:4] + found[5:] if problem.decay == "head" else found
-    q, k, v, dout = (y.detach() for y in shards[:4])
-    method = cp.method(cp.problem(q, k, v, causal=problem.causal), q.device, Scores.from_call(q))
-    return call_method(method, q, k, v, dout)
 
 
 def call_method(method: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:

@@ -122,25 +122,6 @@ def attend(x: Tokens, scan: Scan, parts: Parts, mesh: Mesh, documents: Documents
     return _joined(_Linear.apply(scan, mesh, *fold(x, parts, documents)), x, parts)
 
 
-def directly(inputs: tuple[Tensor | None, ...], dout: Tensor, scan: Scan, parts: Parts) -> tuple[Tensor, ...]:
-    """Outputs of a shard and the gradients of its inputs (q, k, v, log_decay and beta), with the scan outside of
-    autograd, which on CUDA would deadlock ranks that are threads of one process."""
-    x = tokens_of(*inputs)  # type: ignore[arg-type]
-    given = [y for y in inputs if y is not None]
-    folded = fold(x, parts, None)
-    values = folded.each(Tensor.detach)
-    with torch.no_grad():
-        found, kept = scan.forward(values)
-    found = found.to(x.q.dtype).detach().requires_grad_()
-    out = _joined(found, x, parts)
-    dfound, *beside = torch.autograd.grad(out, (found, *given), dout, allow_unused=True, materialize_grads=True)
-    inner = folded.differentiable
-    with torch.no_grad():
-        grads = scan.backward(dfound.to(accumulation_dtype(x.q.dtype)), values, kept)
-    through = torch.autograd.grad(inner, given, [g.to(y.dtype) for g, y in zip(grads, inner, strict=True)])
-    return out.detach(), *(a + b for a, b in zip(through, beside, strict=True))
-
-
 def extend(x: Tokens, scan: Continued, parts: Parts, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Outputs ``[s, b, h, e]`` in q's dtype of tokens that follow ``state``, and the state after them."""
     with torch.no_grad():

@@ -1,16 +1,13 @@
 """ThreadMesh: P ranks as threads of one process.
 
 Real tensors on any device without a network: one GPU can run a method of P ranks with its real kernels, and tests need
-no processes. Tensors pass through a shared ``Hub``, and ranks take turns: one runs until it has to wait. On CUDA, call
-methods' ``forward`` and ``backward`` directly: autograd runs all threads' backwards on one device thread, where ranks
-that wait for each other would deadlock.
+no processes. Tensors pass through a shared ``Hub``, and ranks take turns: one runs until it has to wait.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -23,8 +20,6 @@ import torch
 
 from cp_plugin.engine.comm.mesh import WHOLE, Ledger, Mesh, Pending, Tensors
 from cp_plugin.engine.common import background
-
-_EXIT_S = 5.0  # longest wait for the native exit of a thread that has returned
 
 
 def run_threads[T](fn: Callable[[ThreadMesh], T], axes: Mapping[str, int], *, patience: float = 60.0) -> list[T]:
@@ -41,84 +36,56 @@ def in_turns[T](ranks: Sequence[Callable[[], T]], hub: Hub) -> list[T]:
     raised; its error is the cause."""
     results: list[Any] = [None] * len(ranks)
 
-    def run(index: int) -> bool:
-        with hub.turn:
+    def run(index: int) -> None:
+        # CUDA's backwards run in one thread of torch's otherwise, where ranks that wait for each other would deadlock
+        with hub.turn, torch.autograd.set_multithreading_enabled(False):
             try:
                 results[index] = ranks[index]()
             except BaseException as error:
                 hub.fail(index, error)
-                return False
-        return _as_in_a_new_thread()
 
-    threads = list(map(_thread_of, range(len(ranks))))
-    ended = [thread.call(partial(run, i)) for i, thread in enumerate(threads)]
-    for each in ended:
-        each.wait()
-    for thread in threads:
-        if not thread.lives:
-            thread.end()
+    for ended in [_call_in_thread(index, partial(run, index)) for index in range(len(ranks))]:
+        ended.wait()
     if hub.failure is not None:
         index, error = hub.failure
         raise RuntimeError(f"rank {index} of {len(ranks)} failed: {error!r}") from error
     return results
 
 
-class _RankThread:
-    """A thread that runs the calls of one rank number, as long as the process.
+type _Queue = SimpleQueue[tuple[Callable[[], None], threading.Event]]
+_idle: dict[int, list[_Queue]] = defaultdict(list)
+"""Rank -> where its threads without a call wait for one; several after calls inside of calls or beside each other.
 
-    Libraries keep what they have prepared for a shape per thread and never free it (cuDNN's plans), so that threads of
-    one call each would prepare it again. One that has failed, or is in another mode than a new thread, ends.
-    """
-
-    def __init__(self, index: int) -> None:
-        self._index, self._calls = index, SimpleQueue[tuple[Callable[[], bool], threading.Event]]()
-        self.lives, self._may_end = True, threading.Event()
-        self._native_id = background.start(self._serve, f"rank-{index}").native_id
-
-    def call(self, run: Callable[[], bool]) -> threading.Event:
-        """Set the event after ``run``, which returns whether the thread is fit for another one."""
-        ended = threading.Event()
-        self._calls.put((background.keeping_device(run), ended))
-        return ended
-
-    def _serve(self) -> None:
-        while self.lives:
-            run, ended = self._calls.get()
-            self.lives = run()
-            del run  # and with it the call's tensors
-            if self.lives:
-                _idle[self._index].append(self)
-            ended.set()
-        self._may_end.wait()
-
-    def end(self) -> None:
-        """Let the thread end, and wait until the operating system's is gone, too.
-
-        Two that ended at once could wait for each other: what torch keeps of compiled code per thread is freed under a
-        lock of its own, and runs Python meanwhile. A Python thread ends before its native clean-up has run. A process
-        forked in between inherits the locks it holds and hangs in its first matrix product (seen in 2 of 400 forks
-        right after eight threads).
-        """
-        self._may_end.set()
-        task, deadline = f"/proc/self/task/{self._native_id}", time.monotonic() + _EXIT_S
-        while os.path.isdir(task) and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-
-_idle: dict[int, list[_RankThread]] = defaultdict(list)
-"""Rank -> its threads without a call: one, or more after calls inside of calls or beside each other."""
+Threads live as long as the process: libraries keep what they have prepared for a shape per thread and never free it
+(cuDNN's plans). And one that ends takes locks of the C library, with which a process that is forked meanwhile hangs.
+"""
 os.register_at_fork(after_in_child=_idle.clear)  # a child has no threads
 
 
-def _thread_of(index: int) -> _RankThread:
+def _call_in_thread(index: int, run: Callable[[], None]) -> threading.Event:
+    """Run it in a thread of this rank, on the caller's device; the event is set when it has ended."""
     try:
-        return _idle[index].pop()
+        calls = _idle[index].pop()
     except IndexError:
-        return _RankThread(index)
+        calls = SimpleQueue()
+        background.start(_serve, f"rank-{index}", index, calls)
+    ended = threading.Event()
+    calls.put((background.keeping_device(run), ended))
+    return ended
 
 
-def _as_in_a_new_thread() -> bool:
-    """Whether this thread's modes (gradients, inference, autocast, default device, tracing) are torch's defaults."""
+def _serve(index: int, calls: _Queue) -> None:
+    while True:
+        run, ended = calls.get()
+        run()
+        del run  # and with it the call's tensors
+        if _is_as_new():  # or nobody finds it again
+            _idle[index].append(calls)
+        ended.set()
+
+
+def _is_as_new() -> bool:
+    """Return True if this thread's modes (gradients, inference, autocast, default device, tracing) are the defaults."""
     modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
     cast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     return torch.is_grad_enabled() and not (torch.is_inference_mode_enabled() or cast or modes)
@@ -150,15 +117,19 @@ class Hub:
         self.patience = patience
         self.failure: tuple[int, BaseException] | None = None
         self._messages: dict[Hashable, _Message] = {}
-        self._awaited: dict[Hashable, threading.Event] = {}
+        self._awaited: dict[Hashable, threading.Condition] = {}
 
     def post(self, key: Hashable, tensors: Tensors) -> None:
         self._messages[key] = _Message(tensors, _recorded(tensors))
-        self._wake(key)
+        if key in self._awaited:
+            self._awaited[key].notify()
 
     def take(self, key: Hashable) -> Tensors:
-        if key not in self._messages:
-            self._wait_for(key)
+        """The message, once it is there: others have their turn until then, a rank's failure, or ``patience`` s."""
+        if key not in self._messages and self.failure is None:
+            self._awaited[key] = threading.Condition(self.turn)
+            self._awaited[key].wait(self.patience)
+            del self._awaited[key]
         if key not in self._messages:
             if self.failure is not None:
                 raise RuntimeError(f"another rank failed before it sent {key}")
@@ -171,27 +142,10 @@ class Hub:
                 t.record_stream(stream)
         return message.tensors
 
-    def _wait_for(self, key: Hashable) -> None:
-        """Yield the turn until there is a message under the key, a rank's failure, or ``patience`` seconds."""
-        if self.failure is not None:
-            return
-        event = self._awaited.setdefault(key, threading.Event())
-        self.turn.release()
-        try:
-            event.wait(self.patience)
-        finally:
-            self.turn.acquire()
-
-    def _wake(self, key: Hashable) -> None:
-        """Wake those waiting for the key."""
-        if key in self._awaited:
-            self._awaited.pop(key).set()
-
     def fail(self, index: int, error: BaseException) -> None:
-        if self.failure is None:
-            self.failure = (index, error)
-        for key in list(self._awaited):
-            self._wake(key)
+        self.failure = self.failure or (index, error)
+        for waiting in self._awaited.values():
+            waiting.notify()
 
 
 class ThreadMesh(Mesh):
