@@ -8,10 +8,15 @@ from typing import Any
 import torch
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.engine.attention.calls import Setup, settled
+from cp_plugin.engine.attention.calls import Setup, settled, shapes, without_peers
 from cp_plugin.engine.comm import Mesh, run_threads
+from cp_plugin.engine.core.block import Block
+from cp_plugin.engine.core.values import KeyValues, Queries
+from cp_plugin.engine.kernels.blocks import RecordingKernel
+from cp_plugin.engine.kernels.cost import Sizes
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.methods.protocol import Formula
+from cp_plugin.engine.methods.registry import Resolved
 from cp_plugin.testing.traffic import _sent, trace
 
 METHODS = [(name, layout) for name in providers.names() for layout in providers.get(name).layouts]
@@ -71,6 +76,15 @@ def setup_of(name: str, *, causal: bool = True, dtype: torch.dtype = torch.bfloa
         size=size, heads=24, kv_heads=12, head_dim=2, v_head_dim=3, seq_length=24 * size, dtype=dtype, causal=causal
     )
     return settled(providers.get(provider), problem, Options(**chosen, **options))
+
+
+def kernel_calls(setup: Resolved, index: int) -> list[tuple[Block, Sizes]]:
+    """What rank ``index`` asks its kernel for in a forward."""
+    found, problem = list[tuple[Block, Sizes]](), setup.problem
+    kernel = RecordingKernel(lambda q, kv, block: found.append((block, Sizes.from_tensors(q.q, *kv.tensors))))
+    q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
+    without_peers(setup.provider, problem, setup.options, index, kernel).forward(Queries(q), KeyValues(k, v))
+    return found
 
 
 def traced(setup: Setup) -> list[Formula]:

@@ -15,10 +15,10 @@ import pytest
 import torch
 from equipment.cuda.calls import BACKENDS, MASKS, Linear, Peerless, Result, Softmax, leaf, linear_cases, softmax_cases
 from equipment.cuda.device import CUDA, MixedDevicesError, Start, once_warm
+from method_cases import kernel_calls
 from nightly import NIGHT, nightly, one_case, pairs_at_night
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.engine.attention.calls import asked_of
 from cp_plugin.engine.kernels.backends import devices, sdpa
 from cp_plugin.engine.kernels.blocks import LONG, Planned
 from cp_plugin.engine.kernels.cost import cost, speeds_on
@@ -148,8 +148,8 @@ def test_auto_launches_what_its_cost_says(gpu: Start, provider: str, mask: str) 
         problem = Problem(size=8, heads=32, kv_heads=8, head_dim=128, seq_length=8 * tokens, **asked)
         resolved = providers.settle(provider, problem, Options(layout=layout, **options))
         cp, found = ContextParallel(resolved, mesh=Peerless(resolved.axes, 5)), Counter[str]()
-        for one in asked_of(provider, problem, resolved.options, 5):
-            if (each := cost(*one.block.area, one.sizes, speeds, LONG)).tiles != 0:
+        for block, sizes in kernel_calls(resolved, 5):
+            if (each := cost(*block.area, sizes, speeds, LONG)).tiles != 0:
                 found["flash_attn_interface forward" if each.by_library else "triton _forward"] += (
                     each.by_library and each.tiles
                 ) or 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from method_cases import kernel_calls
 from nightly import nightly
 from round_cluster import round_cluster
 
-from cp_plugin.engine.attention.calls import Setup, asked_of, settled
+from cp_plugin.engine.attention.calls import Setup, settled
 from cp_plugin.engine.core.mask import Mask
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Problem
@@ -158,9 +159,8 @@ def test_a_block_is_priced_as_auto_computes_it(name: str, layout: str, tokens: i
     at = kernel_time.auto_speeds(device.processors)
     assert at == speeds_on(devices.family((9, 0)), "flash", 3) and "flash 3 is installed" in kernel_time.assumed(device)
     events = [e for e in program(setup, 5).forward if isinstance(e, Attention)]
-    blocks = asked_of(name, problem, setup.options, 5)
     calls = [len(kernel_time.cut_tiles(event, at)[0]) for event in events]
-    weighed = [cost(*each.block.area, each.sizes, at, LONG) for each in blocks]
+    weighed = [cost(*block.area, sizes, at, LONG) for block, sizes in kernel_calls(setup, 5)]
     assert sum(calls) == sum(c.tiles or 0 for c in weighed if c.by_library) and any(c.tiles for c in weighed)
     for event, parts in zip(events, calls, strict=True):
         library = kernel_time.seconds(event._replace(auto=None), device)

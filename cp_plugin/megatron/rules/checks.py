@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import torch
 
-from cp_plugin.engine.attention import calls
 from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.kernels import blocks
 from cp_plugin.engine.linear import kernels
@@ -160,7 +159,6 @@ def _check_kernels(settings: Settings, model: Model, device: torch.device) -> No
         kernels.choose(options.backend, device, call)
     if "softmax" in model.resolved:
         blocks.choose(settings.options, model.problem, device)
-        calls.refuse_tiles(settings.provider, model.problem, settings.options, device)
 
 
 def need_provider_on_cpu(args: argparse.Namespace, settings: Settings) -> None:

@@ -1,77 +1,31 @@
-"""The blocks that a method asks its kernel for, FP8 kernels that support some tile sizes only, and peak memory."""
+"""The blocks that a method asks its kernel for, and peak memory."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from method_cases import kernel_calls
 
 from cp_plugin import Options, Problem
-from cp_plugin.engine.attention.calls import asked_of, refuse_tiles
+from cp_plugin.engine.attention.calls import settled
 from cp_plugin.engine.core.mask import CAUSAL
 from cp_plugin.engine.core.tiles import tiles
-from cp_plugin.engine.kernels.backends import te_fp8
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.planner.trace.memory import Meter, Peaks, peaks
 
-CUDA = torch.device("cuda")
 PROBLEM = Problem(size=4, heads=8, kv_heads=4, seq_length=4096, batch=2)
-FP8 = Options(fp8="compute")
-
-
-@pytest.fixture
-def old_cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """cuDNN before 9.7, as Transformer Engine asks it; yields what it was asked."""
-    asked: list[tuple[int, ...]] = []
-
-    def no_kernel(call: object, causal: bool, sizes: tuple[int, ...]) -> str | None:
-        asked.append((*sizes, causal))
-        return "sequence lengths must be multiples of 128" if any(n % 128 for n in sizes[3:]) else None
-
-    monkeypatch.setattr(te_fp8, "unsupported_tile", no_kernel)
-    return asked
 
 
 @pytest.mark.parametrize("provider", ["striped", "ring", "all_gather", "attention2d", "burst", "usp", "ulysses"])
 def test_ranks_cover_all_pairs(provider: str) -> None:
-    layout = providers.get(provider).layouts[0]
-    pairs = 0
+    setup, pairs = settled(providers.get(provider), PROBLEM, Options()), 0
     for index in range(PROBLEM.size):
-        for block, sizes, batch in asked_of(provider, PROBLEM, Options(layout=layout), index):
-            assert batch == PROBLEM.batch and sizes.head_dim == 128
+        for block, sizes in kernel_calls(setup, index):
+            assert sizes.head_dim == 128
             assert block.mask == CAUSAL and sizes.heads == 2 * sizes.kv_heads
             pairs += sizes.heads * sum(tile.pairs for tile in tiles(*block.area))
     n = PROBLEM.seq_length
     assert pairs == n * (n + 1) // 2 * PROBLEM.heads * PROBLEM.batch
-
-
-def test_striped_tiles_are_refused_before_training(old_cudnn: list[tuple[int, ...]]) -> None:
-    with pytest.raises(
-        ValueError, match=r"rank \d of --cp-provider striped has in every step, 1023 rows and 1023 keys"
-    ):
-        refuse_tiles("striped", PROBLEM, FP8, CUDA)
-    with pytest.raises(
-        ValueError, match=r"multiples of 128; use --cp-layout zigzag with a multiple of 1024 tokens .*--cp-fp8 comm"
-    ):
-        refuse_tiles("burst", PROBLEM, Options(fp8="compute", backend="te_fp8", layout="striped"), CUDA)
-    assert (2, 8, 4, 1024, 1024, True) in old_cudnn
-
-
-def test_supported_tiles_are_accepted(old_cudnn: list[tuple[int, ...]]) -> None:
-    for layout in ("zigzag", "contiguous"):
-        old_cudnn.clear()
-        refuse_tiles("ring", PROBLEM, Options(fp8="compute", layout=layout), CUDA)
-        assert {True, False} == {causal for *_, causal in old_cudnn}
-    with pytest.raises(ValueError, match="64 rows"):
-        refuse_tiles("ring", Problem(size=4, seq_length=512), Options(fp8="compute", layout="zigzag"), CUDA)
-
-
-def test_other_kernels_and_newer_cudnn_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_fp8, "unsupported_tile", lambda *given: None)
-    refuse_tiles("striped", PROBLEM, FP8, CUDA)
-    monkeypatch.setattr(te_fp8, "unsupported_tile", lambda *given: pytest.fail("it was asked"))
-    refuse_tiles("striped", PROBLEM, Options(fp8="compute", backend="float8"), CUDA)
-    refuse_tiles("striped", PROBLEM, Options(fp8="comm"), CUDA)
-    refuse_tiles("striped", Problem(size=4, documents=True), FP8, CUDA)
 
 
 SHARD = 64 * 16 * 8 * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,27 +185,3 @@ def test_histories_in_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[s
     train(1, f"{BF16} {load} 2 {save} 3", steps=3)
     (before, _), told = run(2, f"{DELAYED} --context-parallel-size 2 {load} 3", 4)
     assert not before.any() and told
-
-
-# -- flags
-
-
-def test_tiles_that_old_cudnn_lacks_are_refused_at_startup(
-    validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Striped tokens have tiles that are one token shorter."""
-    from cp_plugin.engine.kernels import blocks
-    from cp_plugin.engine.kernels.backends import te_fp8
-    from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.rules import checks
-
-    args = validated("--context-parallel-size 4 --cp-provider striped --bf16 --cp-fp8 compute --cp-backend float8")
-    args.seq_length = 4096
-    settings = runtime.settings()
-    settings = replace(settings, options=replace(settings.options, backend="te_fp8"))
-    monkeypatch.setattr(blocks, "choose", lambda *given: None)  # the backend takes large tiles
-    monkeypatch.setattr(te_fp8, "unsupported_tile", lambda *given: "not of this size")
-    with pytest.raises(ValueError, match=r"--cp-provider striped has in every step, .* keys: not of this size"):
-        checks.check_validated(args, settings, torch.device("cuda"))
-    monkeypatch.setattr(te_fp8, "unsupported_tile", lambda *given: None)
-    checks.check_validated(args, settings, torch.device("cuda"))
