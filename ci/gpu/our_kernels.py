@@ -215,9 +215,9 @@ def decoding(device: torch.device, s: int, e: int) -> Named:
     """One query's attention to a cache in each of its formats, beside the same in plain torch."""
     from cp_kernels import decode as kernels
 
-    for kind, stored in ((store.Plain, "in bfloat16"), (store.Packed, "in one byte an element")):
+    for fp8, stored in ((False, "in bfloat16"), (True, "in one byte an element")):
         q, k, v = (random(device, n, 2, h, e, dtype=torch.bfloat16) for n, h in ((1, 8), (s, 2), (s, 2)))
-        kept = store.Cache(kind, s, e, k[:1], v[:1])
+        kept = store.Cache(s, e, k[:1], v[:1], fp8=fp8)
         kept.put(slice(s), k, v)
         held = torch.arange(s, dtype=torch.int32, device=device)[:, None].expand(s, 2).contiguous()
         last = torch.full((1, 2), s, dtype=torch.int32, device=device)

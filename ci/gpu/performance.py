@@ -26,7 +26,6 @@ from cp_plugin.engine.comm import Mesh, run_threads
 from cp_plugin.engine.core.block import Scores
 from cp_plugin.engine.inference import store
 from cp_plugin.engine.inference.store import Cache as Kept
-from cp_plugin.engine.inference.store import Packed, Plain
 from cp_plugin.engine.kernels import fused
 from cp_plugin.engine.methods import registry as providers
 
@@ -130,11 +129,11 @@ def memory_bound(step: Step) -> None:
 def decode(step: Step) -> None:
     """One query's attention to a full cache, in both of its storage formats: the cache is read once per token."""
     heads, kv_heads, size = (2, 1, 16) if step.smoke else (32, 8, 128)
-    formats = ((Plain, "in bfloat16"), (Packed, "in one byte an element"))
-    for slots, (kind, stored) in product((64,) if step.smoke else (131_072, 16_384), formats):
+    formats = ((False, "in bfloat16"), (True, "in one byte an element"))
+    for slots, (fp8, stored) in product((64,) if step.smoke else (131_072, 16_384), formats):
         q = torch.randn((1, 1, heads, size), device=step.device).bfloat16()
         k = torch.randn((slots, 1, kv_heads, size), device=step.device).bfloat16()
-        kept = Kept(kind, slots, size, k[:1], k[:1])
+        kept = Kept(slots, size, k[:1], k[:1], fp8=fp8)
         kept.put(slice(slots), k, k)
         held = torch.arange(slots, dtype=torch.int32, device=step.device)[:, None]
         last = torch.full((1, 1), slots, dtype=torch.int32, device=step.device)

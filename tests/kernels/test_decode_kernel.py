@@ -15,7 +15,7 @@ from cp_plugin.engine.core import payload
 from cp_plugin.engine.core.block import Scores
 from cp_plugin.engine.inference import store
 from cp_plugin.engine.inference.slots import NOWHERE
-from cp_plugin.engine.inference.store import Cache, Latent, Packed, Plain
+from cp_plugin.engine.inference.store import Cache, Latent
 from cp_plugin.engine.kernels import fused
 
 inf, nan = torch.inf, torch.nan
@@ -161,25 +161,25 @@ class Both:
 
 
 @pairs_at_night
-@pytest.mark.parametrize("kind", [Plain, Packed])
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", kernel.DTYPES)
 @pytest.mark.parametrize("slots", [5, 600])
-def test_a_cache_of_heads(slots: int, dtype: torch.dtype, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_heads(slots: int, dtype: torch.dtype, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     k, v = normal(slots, 2, 2, 48, dtype=dtype), normal(slots, 2, 2, 32, dtype=dtype, seed=1)
     k[1, 0] *= 1000  # exponents differ
-    cache = Cache(kind, slots + 3, 32, k, v)
+    cache = Cache(slots + 3, 32, k, v, fp8=fp8)
     cache.put(slice(len(k)), k, v)
     held, positions = books([slots, 3], slots)
     Both(monkeypatch)(normal(1, 2, 4, 48, dtype=dtype), cache, held, positions, Scores(0.1), (90, 0))
 
 
-@pytest.mark.parametrize("kind", [Plain, Packed])
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("rank", [32, 40])
-def test_a_cache_of_latents(rank: int, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_latents(rank: int, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are the first part of the keys: read once if that is a power of two."""
     rows = normal(300, 2, 1, rank + 8)
     latent = Latent(rows, normal(4, 16, rank), normal(4, 16, rank))
-    cache = Cache(kind, 300, rank, rows)
+    cache = Cache(300, rank, rows, fp8=fp8)
     cache.put(slice(len(rows)), rows)
     held, positions = books([300, 31], 300)
     q = latent.queries(normal(1, 2, 4, 24, seed=3))

@@ -31,7 +31,7 @@ from cp_plugin.engine.core.mask import Window
 from cp_plugin.engine.core.values import Owners, Partial, dense
 from cp_plugin.engine.inference import store, tree
 from cp_plugin.engine.inference.slots import Chunk, Dealt, Slots
-from cp_plugin.engine.inference.store import Cache, Latent, Packed, Plain
+from cp_plugin.engine.inference.store import Cache, Latent
 from cp_plugin.engine.methods.moves import peel
 
 
@@ -118,12 +118,8 @@ class Session:
         k, v, latent: like those to come.
         """
         if layer not in self._layers:
-            kind, capacity = Packed if self.fp8 else Plain, self.slots.capacity
-            self._layers[layer] = (
-                Cache(kind, capacity, v.size(3), k, v)
-                if latent is None
-                else Cache(kind, capacity, latent.up_v.size(2), latent.rows)
-            )
+            v_head_dim, *like = (v.size(3), k, v) if latent is None else (latent.up_v.size(2), latent.rows)
+            self._layers[layer] = Cache(self.slots.capacity, v_head_dim, *like, fp8=self.fp8)
         return self._layers[layer]
 
     def attend(

@@ -26,61 +26,6 @@ Where = slice | tuple[Tensor, Tensor]
 """Slots; or int64 ``[n]`` slots and sequences."""
 
 
-class Kept(NamedTuple):
-    """Rows ``[n, b, h, d]`` as stored: numbers, or bytes and their exponents ``[n, b, h]``."""
-
-    rows: Tensor
-    exponents: Tensor | None
-
-
-class Plain:
-    """Rows in slots, in the model's dtype; methods as of ``Cache``."""
-
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self._x = torch.zeros(shape, dtype=dtype, device=device)
-
-    def put(self, where: Where, x: Tensor) -> None:
-        self._x[where] = x
-
-    def get(self, first: int, stop: int) -> Tensor:
-        return self._x[first:stop]
-
-    def kept(self, slots: int) -> Kept:
-        return Kept(self._x[:slots], None)
-
-    @property
-    def nbytes(self) -> int:
-        return self._x.nbytes
-
-
-class Packed:
-    """Rows in slots, in one byte per element and one more per row; methods as of ``Cache``."""
-
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        """Raises ValueError for a dtype that cannot be packed."""
-        if dtype not in payload.DTYPES:
-            raise ValueError(f"an FP8 cache holds {payload.DTYPES}, got {dtype}")
-        self._dtype = dtype
-        self._bytes = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self._exponents = torch.ones(shape[:3], dtype=torch.uint8, device=device)
-
-    def put(self, where: Where, x: Tensor) -> None:
-        if len(x):
-            rows, exponents = fused.pack((x if x.dim() == 4 else x.unsqueeze(1)).contiguous(), 1)
-            self._bytes[where] = rows.view(torch.uint8).view(x.shape)
-            self._exponents[where] = exponents.view(x.shape[:-1])
-
-    def get(self, first: int, stop: int) -> Tensor:
-        return fused.unpack(self._bytes[first:stop], self._exponents[first:stop], 1, self._dtype)
-
-    def kept(self, slots: int) -> Kept:
-        return Kept(self._bytes[:slots], self._exponents[:slots])
-
-    @property
-    def nbytes(self) -> int:
-        return self._bytes.nbytes + self._exponents.nbytes
-
-
 class Latent(NamedTuple):
     """What multi-latent attention makes keys and values of (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
@@ -118,29 +63,44 @@ class Cache:
     A latent cache has rows only: they are the keys, and their first ``v_head_dim`` elements the values.
     """
 
-    def __init__(self, kind: type[Plain] | type[Packed], capacity: int, v_head_dim: int, *like: Tensor) -> None:
-        """like: keys and values, or rows, as those to come."""
-        self.v_head_dim = v_head_dim
-        self._stores = [kind((capacity, *x.shape[1:]), x.dtype, x.device) for x in like]
+    def __init__(self, capacity: int, v_head_dim: int, *like: Tensor, fp8: bool = False) -> None:
+        """
+        Args:
+            like: keys and values, or rows, as those to come.
+            fp8: in one byte per element and one more per row; ValueError for a dtype that cannot be packed.
+        """
+        self.v_head_dim, self._dtype = v_head_dim, like[0].dtype
+        if fp8 and self._dtype not in payload.DTYPES:
+            raise ValueError(f"an FP8 cache holds {payload.DTYPES}, got {self._dtype}")
+        stored = torch.uint8 if fp8 else self._dtype
+        rows = [x.new_zeros((capacity, *x.shape[1:]), dtype=stored) for x in like]
+        self._stores: list[fused.CachedRows] = [(x, torch.ones_like(x[..., 0]) if fp8 else None) for x in rows]
 
     @property
     def nbytes(self) -> int:
         """Bytes, full or empty."""
-        return sum(store.nbytes for store in self._stores)
+        return sum(x.nbytes for store in self._stores for x in store if x is not None)
 
     def put(self, where: Where, *x: Tensor) -> None:
         """Keep rows: ``[n, b, h, d]`` in a slice of slots, ``[n, h, d]`` each in its slot of its sequence."""
-        for store, part in zip(self._stores, x, strict=True):
-            store.put(where, part)
+        for (stored, exponents), new in zip(self._stores, x, strict=True):
+            if exponents is None:
+                stored[where] = new
+            elif len(new):
+                packed, scales = fused.pack((new if new.dim() == 4 else new.unsqueeze(1)).contiguous(), 1)
+                stored[where], exponents[where] = packed.view(torch.uint8).view(new.shape), scales.view(new.shape[:-1])
 
     def get(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values in the slots ``first .. stop - 1``, in the model's dtype; read-only."""
-        k, *v = (store.get(first, stop) for store in self._stores)
+        k, *v = (
+            rows[first:stop] if scales is None else fused.unpack(rows[first:stop], scales[first:stop], 1, self._dtype)
+            for rows, scales in self._stores
+        )
         return k, v[0] if v else k[..., : self.v_head_dim]
 
-    def kept(self, slots: int) -> tuple[Kept, Kept | None]:
+    def kept(self, slots: int) -> tuple[fused.CachedRows, fused.CachedRows | None]:
         """The first slots as stored."""
-        k, *v = (store.kept(slots) for store in self._stores)
+        k, *v = ((rows[:slots], None if scales is None else scales[:slots]) for rows, scales in self._stores)
         return k, v[0] if v else None
 
 

@@ -19,7 +19,7 @@ from cp_plugin.engine.core.layout import LAYOUTS
 from cp_plugin.engine.core.values import Partial
 from cp_plugin.engine.inference import CacheFullError, Session, Slots, slots_for, store, tree
 from cp_plugin.engine.inference.slots import NOWHERE
-from cp_plugin.engine.inference.store import Cache, Latent, Packed, Plain
+from cp_plugin.engine.inference.store import Cache, Latent
 from cp_plugin.engine.placement.documents import get_layout
 
 CPU = torch.device("cpu")
@@ -158,9 +158,9 @@ def test_the_tree_merges_all_ranks(size: int, dtype: torch.dtype) -> None:
 
 def test_a_packed_cache_has_a_byte_for_each_element_and_one_for_each_row() -> None:
     k, v = normal(12, 2, 2, 16, dtype=torch.bfloat16), normal(12, 2, 2, 8, dtype=torch.bfloat16)
-    assert Cache(Packed, 12, 8, k, v).nbytes == 12 * 2 * 2 * (16 + 8 + 2)
+    assert Cache(12, 8, k, v, fp8=True).nbytes == 12 * 2 * 2 * (16 + 8 + 2)
     with pytest.raises(ValueError, match=r"an FP8 cache holds .* got torch.float64"):
-        Packed((1, 1, 1, 16), torch.float64, CPU)
+        Cache(12, 8, k.double(), v.double(), fp8=True)
 
 
 def latents(tokens: int, heads: int = 4, rank: int = 12, plain: int = 8, rotated: int = 4, e: int = 6) -> Any:
@@ -175,7 +175,7 @@ def test_latents_attend_as_the_heads_that_are_made_of_them() -> None:
     latent, k, v = latents(9)
     q, positions = normal(3, 2, 4, 12, seed=5), torch.tensor([[6], [7], [8]], dtype=torch.int32).expand(3, 2)
     held = torch.arange(9, dtype=torch.int32).unsqueeze(1).expand(9, 2)
-    of_heads, of_latents = Cache(Plain, 9, 6, k, v), Cache(Plain, 9, 12, latent.rows)
+    of_heads, of_latents = Cache(9, 6, k, v), Cache(9, 12, latent.rows)
     for cache, kept in ((of_heads, (k, v)), (of_latents, (latent.rows,))):
         cache.put(slice(7), *(x[:7] for x in kept))
         slots, sequences = torch.tensor([7, 7, 8, 8]), torch.tensor([0, 1, 0, 1])
@@ -197,7 +197,7 @@ def test_latents_attend_as_the_heads_that_are_made_of_them() -> None:
 def test_a_rank_attends_to_its_slots(elements: int, window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "ELEMENTS", elements)
     q, k, v = normal(2, 2, 4, 8), normal(12, 2, 2, 8, seed=1), normal(12, 2, 2, 6, seed=2)
-    cache = Cache(Plain, 12, 6, k, v)
+    cache = Cache(12, 6, k, v)
     cache.put(slice(len(k)), k, v)
     held = torch.tensor([[0, 4], [3, 5], [4, 6], [5, 7], *[[NOWHERE, 8 + i] for i in range(8)]], dtype=torch.int32)
     positions = torch.tensor([[5, 3], [6, 14]], dtype=torch.int32)
@@ -208,7 +208,7 @@ def test_a_rank_attends_to_its_slots(elements: int, window: Any, monkeypatch: py
 
 
 def test_a_rank_without_slots_adds_nothing() -> None:
-    cache = Cache(Plain, 1, 6, normal(1, 1, 2, 8), normal(1, 1, 2, 6))
+    cache = Cache(1, 6, normal(1, 1, 2, 8), normal(1, 1, 2, 6))
     none = torch.empty(0, 1, dtype=torch.int32)
     out, lse = store.attend(normal(1, 1, 4, 8), cache, none, torch.zeros(1, 1, dtype=torch.int32), Scores(1.0))
     assert out.shape == (1, 1, 4, 6) and not out.any() and (lse == -torch.inf).all()
