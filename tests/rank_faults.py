@@ -197,7 +197,7 @@ def _in_message(phase: str) -> Callable[[Callable[..., None]], None]:
     def put(happen: Callable[..., None]) -> None:
         from cp_plugin.engine.comm import GroupMesh
 
-        @_instead(GroupMesh, "_named")
+        @_instead(GroupMesh, "_deliver")
         def named(original: Callable[..., Any], mesh: GroupMesh, *given: Any, **more: Any) -> Any:
             if mesh.ledger.current_phase == phase:
                 happen()

@@ -122,17 +122,17 @@ class GroupMesh(Mesh):
     def _group_name(self, axis: str, group: str) -> str:
         return group if group in self.groups else axis
 
-    def _named(
-        self, verb: str, axis: str, ends: tuple[int | None, ...], post: Callable[..., Pending], tensors: Tensors
+    def _deliver(
+        self, verb: str, axis: str, tensors: Sequence[Tensor], post: Callable[..., Pending], *ends: int | None
     ) -> Pending:
-        phase = self.ledger.current_phase
+        phase, on_cuda = self.ledger.current_phase, tensors[0].is_cuda
 
         def named() -> Named:
             return self.name(phase, verb, axis, ends)
 
         try:  # NCCL makes the host wait here where it has to connect ranks
             with nullcontext() if self.watch is None else self.watch.blocking(named):
-                pending = post(axis, tensors, *ends)
+                pending = super()._deliver(verb, axis, tensors, post, *ends)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -143,7 +143,7 @@ class GroupMesh(Mesh):
                 received = pending.wait()
             except RuntimeError as error:
                 raise MessageError(named(), error) from error
-            if self.watch is not None and tensors[0].is_cuda:
+            if self.watch is not None and on_cuda:
                 self.watch.mark_wait(named)
             return received
 

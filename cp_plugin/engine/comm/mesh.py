@@ -155,12 +155,12 @@ class Mesh(ABC):
         """
         if self._place(axis) == to == source:
             return Pending.done(tuple(tensors))
-        self.ledger.record("exchange", axis, _nbytes(tensors))
+        self.ledger.record("exchange", axis, nbytes_of(tensors))
         return self._deliver("exchange", self._group_name(axis, group), tensors, self._exchange, to, source)
 
     def send(self, axis: str, tensors: Sequence[Tensor], to: int) -> Pending:
         """Send ``tensors`` to rank ``to`` of the axis, which must ``receive`` them. ``wait`` returns nothing."""
-        self.ledger.record("send", axis, _nbytes(tensors))
+        self.ledger.record("send", axis, nbytes_of(tensors))
         return self._deliver("send", axis, tensors, self._exchange, to, None)
 
     def receive(self, axis: str, like: Sequence[Tensor], source: int) -> Pending:
@@ -177,7 +177,7 @@ class Mesh(ABC):
         n = self.axes[axis]
         if n == 1:
             return Pending.done(tuple(tensors))
-        self.ledger.record("all_gather", axis, (n - 1) * _nbytes(tensors))
+        self.ledger.record("all_gather", axis, (n - 1) * nbytes_of(tensors))
         return self._deliver("all_gather", axis, tensors, self._all_gather)
 
     def reduce_scatter(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
@@ -193,7 +193,7 @@ class Mesh(ABC):
         """``reduce_scatter`` in the given dtype: NCCL also sums in it and returns it, Gloo and threads sum wider."""
         n = self.axes[axis]
         _check_divides(axis, n, tensors)
-        self.ledger.record("reduce_scatter", axis, (n - 1) * _nbytes(tensors) // n)
+        self.ledger.record("reduce_scatter", axis, (n - 1) * nbytes_of(tensors) // n)
         return self._deliver("reduce_scatter", axis, tensors, self._reduce_scatter)
 
     def all_to_all(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
@@ -202,7 +202,7 @@ class Mesh(ABC):
         if n == 1:
             return Pending.done(tuple(tensors))
         _check_divides(axis, n, tensors)
-        self.ledger.record("all_to_all", axis, (n - 1) * _nbytes(tensors) // n)
+        self.ledger.record("all_to_all", axis, (n - 1) * nbytes_of(tensors) // n)
         return self._deliver("all_to_all", axis, tensors, self._all_to_all)
 
     def all_to_all_v(
@@ -223,7 +223,7 @@ class Mesh(ABC):
                 f"{list(received)}, of which rank {here} has none for itself"
             )
         if any(sent):
-            self.ledger.record("all_to_all_v", axis, _nbytes(tensors))
+            self.ledger.record("all_to_all_v", axis, nbytes_of(tensors))
         peers = tuple(i for i, rows in enumerate(zip(sent, received, strict=True)) if any(rows))
 
         def post(axis: str, tensors: Tensors, *peers: int) -> Pending:
@@ -238,15 +238,8 @@ class Mesh(ABC):
     def _deliver(
         self, verb: str, axis: str, tensors: Sequence[Tensor], post: Callable[..., Pending], *ends: int | None
     ) -> Pending:
-        """``post(axis, tensors, *ends)`` with its failures named."""
-        sent = tuple(tensors if verb == "receive" else (t.contiguous() for t in tensors))
-        return self._named(verb, axis, ends, post, sent)
-
-    def _named(
-        self, verb: str, axis: str, ends: tuple[int | None, ...], post: Callable[..., Pending], tensors: Tensors
-    ) -> Pending:
         """``post(axis, tensors, *ends)``; a mesh whose messages can fail names the one that did."""
-        return post(axis, tensors, *ends)
+        return post(axis, tuple(tensors if verb == "receive" else (t.contiguous() for t in tensors)), *ends)
 
     def _group_name(self, axis: str, group: str) -> str:
         """The process group of a message along the axis: the requested one if it exists, or the axis's own."""
@@ -312,7 +305,7 @@ def sum_of_parts(t: Tensor, n: int) -> Tensor:
     return t.view(n, t.size(0) // n, *t.shape[1:]).sum(0, dtype=accumulation_dtype(t.dtype))
 
 
-def _nbytes(tensors: Sequence[Tensor]) -> int:
+def nbytes_of(tensors: Sequence[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -362,6 +355,6 @@ class Over(Mesh):
         super().__init__(mesh.axes, mesh.index, mesh.ledger)
         self._mesh = mesh
 
-    _named, _group_name = below("_named"), below("_group_name")
+    _deliver, _group_name = below("_deliver"), below("_group_name")
     _exchange, _all_gather, _reduce_scatter = below("_exchange"), below("_all_gather"), below("_reduce_scatter")
     _all_to_all, _all_to_all_v = below("_all_to_all"), below("_all_to_all_v")

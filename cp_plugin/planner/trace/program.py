@@ -19,7 +19,7 @@ from cp_plugin.engine.attention import calls
 from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.attention.calls import Setup
 from cp_plugin.engine.comm import WHOLE, Mesh, Pending, TraceMesh, flat_index, sums
-from cp_plugin.engine.comm.mesh import Tensors
+from cp_plugin.engine.comm.mesh import Tensors, nbytes_of
 from cp_plugin.engine.core.block import Block, Scores
 from cp_plugin.engine.core.dtypes import accumulation_dtype, dtype_name
 from cp_plugin.engine.core.layout import Segments, sort_positions
@@ -158,12 +158,12 @@ class _Recorded(TraceMesh):
     def _group_name(self, axis: str, group: str) -> str:
         return group if group in self._groups else axis
 
-    def _named(
-        self, verb: str, axis: str, ends: tuple[int | None, ...], post: Callable[..., Pending], tensors: Tensors
+    def _deliver(
+        self, verb: str, axis: str, tensors: Sequence[Tensor], post: Callable[..., Pending], *ends: int | None
     ) -> Pending:
-        result = post(axis, tensors, *ends)
+        result = super()._deliver(verb, axis, tensors, post, *ends)
         stream, axis = axis, self._streams.get(axis, axis)
-        nbytes, to, source = _size(tensors), None, None
+        nbytes, to, source = nbytes_of(tensors), None, None
         if verb in ("exchange", "send", "receive"):
             verb, (to, source) = "exchange", (self._flat(axis, rank) for rank in ends)
         elif verb != "all_to_all_v":
@@ -263,7 +263,3 @@ def _add_memory(events: list[Event], nbytes: int, launches: int) -> None:
         events[-1] = Memory(last.nbytes + nbytes, last.launches + launches)
     else:
         events.append(Memory(nbytes, launches))
-
-
-def _size(tensors: Tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
