@@ -16,7 +16,9 @@ import third_party
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.engine.comm import TraceMesh
+from cp_plugin.engine.common.text import show_option
 from cp_plugin.engine.core.problem import describe_hosts, neighbours_per_host
+from cp_plugin.engine.core.spelling import flag_of, spell_as_arguments
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.methods.attention2d import grid_bytes
 from cp_plugin.engine.methods.registry import layout_for, settle
@@ -58,8 +60,15 @@ MHA, GQA = Problem(size=64, heads=32, kv_heads=32), Problem(size=64, heads=32, k
     ],
 )
 def test_refused_before_anything_is_built(provider: str, size: int, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    """By flags as for Megatron, and by arguments as in Python; each names the value."""
+    with pytest.raises(ValueError, match=message) as refused:
         settle(provider, Problem(size=size), Options(**options))
+    with spell_as_arguments(), pytest.raises(ValueError) as in_python:
+        settle(provider, Problem(size=size), Options(**options))
+    flags, python = (str(found.value) for found in (refused, in_python))
+    assert "--" not in python
+    named = {name for name, value in options.items() if f"{flag_of(name)} {show_option(value)}" in flags}
+    assert all(f"{name}={options[name]!r}" in python for name in named)
 
 
 @pytest.mark.parametrize(

@@ -15,44 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.engine.comm import run_threads
-from cp_plugin.engine.core.spelling import spell_as_arguments
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.testing.launch import run_ranks
 
 ROOMS = ("engine/", "huggingface/")
 FLAGS = re.compile(r"--(cp|context|bf16|fp16|seq|micro|num|tensor|ranks)\b[\w-]*")
-REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
-    ("rign", {}, "provider='rign': did you mean ring", "--cp-provider rign: did you mean ring"),
-    (
-        "ring",
-        {"grid": (2, 4)},
-        "grid=(2, 4) has no effect with provider='ring'",
-        "--cp-grid 2x4 has no effect with --cp-p",
-    ),
-    ("burst", {"intra_size": 3}, "intra_size=3 does not divide 8", "--cp-intra-size 3 does not divide 8"),
-    ("ring", {"backend": "float8"}, "add fp8='compute', or leave", "add --cp-fp8 compute, or leave"),
-    ("ulysses", {"head_parallel": 2}, "head_parallel=2: provider='ulysses'", "--cp-head-parallel 2: --cp-provider uly"),
-]
 
 
 def said(call: Callable[[], object]) -> str:
     with pytest.raises(ValueError) as caught:
         call()
     return str(caught.value)
-
-
-@pytest.mark.parametrize(("provider", "options", "python", "flags"), REFUSED)
-def test_a_rule_speaks_as_it_was_asked(provider: str, options: dict[str, Any], python: str, flags: str) -> None:
-    problem = Problem(size=8, heads=8, kv_heads=8)
-
-    def settle() -> object:
-        return providers.settle(provider, problem, Options(**options))
-
-    assert flags in said(settle)
-    with spell_as_arguments():
-        text = said(settle)
-    assert python in text and not FLAGS.search(text), text
-    assert flags in said(settle), "only inside of the block"
 
 
 def test_the_public_class_speaks_python() -> None:

@@ -105,12 +105,6 @@ def test_unsupported_combinations_are_refused(asked: dict, why: str) -> None:
         ContextParallel("lasp2").linear_attention(q, q, q, tree=tree)  # type: ignore[call-arg]
 
 
-def rotated(x: Tensor, position_ids: Tensor) -> Tensor:
-    angles = position_ids[:, None, None, None] * 100.0 ** -torch.linspace(0, 1, x.size(-1) // 2, dtype=x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
-
-
 def test_the_example_of_the_documentation() -> None:
     """``docs/start.md``: a small language model's loss counts each token once, as its sequences one by one do."""
     (example,) = (
@@ -118,14 +112,14 @@ def test_the_example_of_the_documentation() -> None:
     )
     g, heads, width = torch.Generator().manual_seed(2), 8, 128
     words = torch.randint(0, 32, (640,), generator=g)
-    embedding, *weights, last = (
+    embedding, places, *weights, last = (
         torch.randn(shape, generator=g, dtype=torch.float64) / 8
-        for shape in ((32, width), *[(width, width)] * 3, (width, 32))
+        for shape in ((32, width), (640, width), *[(width, width)] * 3, (width, 32))
     )
 
-    def project(tokens: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = ((embedding[tokens] @ w).view(len(tokens), 1, heads, -1) for w in weights)
-        return rotated(q, position_ids), rotated(k, position_ids), v
+    def project(tokens: Tensor, position_ids: Tensor) -> list[Tensor]:
+        x = embedding[tokens] + places[position_ids]
+        return [(x @ w).view(len(tokens), 1, heads, -1) for w in weights]
 
     def head(out: Tensor) -> Tensor:
         return out.flatten(1) @ last
