@@ -2,14 +2,12 @@
 
 Ranks that disagree would not fail, but train on something else: rows of their own, another mask, another length. In a
 comparison 8 bytes per setting and rank go around, and the host waits for the device once; it covers all calls since the
-last one, so that a call of its own on one rank is found even where the next ones agree. Between comparisons a call
-costs the host a few microseconds. With options that were resolved elsewhere nothing is compared: Megatron's start-up
-has done so.
+last one, so that a call of its own on one rank is found even where the next ones agree. A rank that changes at call
+n > 4 is found by call 2n, and by call n + 256. With options that were resolved elsewhere nothing is compared:
+Megatron's start-up has done so.
 
-Not every call is compared, as its messages cannot carry a digest for nothing: NCCL delivers it to the device, where the
-host must wait to read it, or three launches a call copy, compare and fetch it; a call that sends nothing (documents
-that are all at home) carries none; and the run's store, which needs no device, would get a request of every rank in
-every layer. So a rank that changes at call n > 4 is found by call 2n, and by call n + 256.
+More often would cost every call: NCCL delivers a digest to the device, where the host must wait to read it, and the
+run's store would get a request of every rank in every layer.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,33 +102,51 @@ def check(
 
 
 @contextmanager
-def _checked(compare: Callable[[dict[str, Any], Exception | None], None]) -> Iterator[dict[str, Any]]:
-    """Inside the ``with`` block settings are checked, and added to the dictionary; an error in there reaches all ranks.
-
-    compare: is given these settings and the error, if any, which it raises.
-    """
+def compare_call(cp: Any, name: str, tensors: Sequence[Tensor | None]) -> Iterator[dict[str, Any]]:
+    """Inside the ``with`` block settings of a call of a ``ContextParallel`` are checked, and added to the dictionary,
+    which is compared with the tensors' shapes and dtypes; an error in there reaches all ranks."""
     settings: dict[str, Any] = {}
     refused = None
     try:
         yield settings
     except Exception as error:
         refused = error
-    compare(settings, refused)
+    if cp._calls.compared and _has_others(cp.mesh):
+        gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        assert settings.keys() <= _SETTINGS.keys(), "a setting that other calls do not send a digest of"
+        place = cp.layout.place
+        cp._calls.note(
+            {
+                "call": name,
+                "shapes": [None if x is None else (*x.shape, x.dtype) for x in tensors],
+                "gradients": gradients,
+                "provider": cp.provider.name,
+                "layout": cp.layout.name,
+                "placed documents": place if isinstance(place, Placement) else None,
+                "options": cp.options.given,
+                **_SETTINGS,
+                **settings,
+            }
+        )
+    check(cp.mesh, cp._calls, cp._calls.noted, refused)
 
 
-def compare_in_group(group: dist.ProcessGroup | None) -> AbstractContextManager[dict[str, Any]]:
+@contextmanager
+def compare_in_group(group: dist.ProcessGroup | None) -> Iterator[dict[str, Any]]:
     """``compare_call`` for what all ranks of a group are about to make together, such as several groups."""
-
-    def compare(settings: dict[str, Any], refused: Exception | None) -> None:
-        if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
-            text = json.dumps([str(refused or ""), {name: repr(x) for name, x in settings.items()}])
-            texts, named = zip(*map(json.loads, gather_texts(text, group)), strict=True)
-            differ = {} if any(texts) else _different({name: [x[name] for x in named] for name in settings})
-            refused = refused or _first(texts) or _disagreement(differ, settings, group.rank())
-        if refused is not None:
-            raise refused
-
-    return _checked(compare)
+    settings: dict[str, Any] = {}
+    refused = None
+    try:
+        yield settings
+    except Exception as error:
+        refused = error
+    if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
+        text = json.dumps([str(refused or ""), {name: repr(x) for name, x in settings.items()}])
+        texts, named = zip(*map(json.loads, gather_texts(text, group)), strict=True)
+        differ = {} if any(texts) else _different({name: [x[name] for x in named] for name in settings})
+        refused = refused or _first(texts) or _disagreement(differ, settings, group.rank())
+    if refused is not None:
+        raise refused
 
 
 _REFUSED = "a refused call"
@@ -151,32 +167,6 @@ def _disagreement(differ: Mapping[str, list[list[int]]], named: Mapping[str, Any
         f"context-parallel ranks made different calls: {'; '.join(parts)}. Every rank must make the same call with the "
         f"same settings, and its shard of the same batch. Rank {index} has {mine}"
     )
-
-
-def compare_call(cp: Any, name: str, tensors: Sequence[Tensor | None]) -> AbstractContextManager[dict[str, Any]]:
-    """``check`` for a call of a ``ContextParallel``: its settings, and its tensors' shapes and dtypes."""
-
-    def compare(settings: dict[str, Any], refused: Exception | None) -> None:
-        if cp._calls.compared and _has_others(cp.mesh):
-            gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-            assert settings.keys() <= _SETTINGS.keys(), "a setting that other calls do not send a digest of"
-            place = cp.layout.place
-            cp._calls.note(
-                {
-                    "call": name,
-                    "shapes": [None if x is None else (*x.shape, x.dtype) for x in tensors],
-                    "gradients": gradients,
-                    "provider": cp.provider.name,
-                    "layout": cp.layout.name,
-                    "placed documents": place if isinstance(place, Placement) else None,
-                    "options": cp.options.given,
-                    **_SETTINGS,
-                    **settings,
-                }
-            )
-        check(cp.mesh, cp._calls, cp._calls.noted, refused)
-
-    return _checked(compare)
 
 
 _NAMES = ("causal", "scale", "softcap", "window", "documents", "tree", "dim", "tokens", "by")
