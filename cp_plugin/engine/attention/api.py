@@ -23,9 +23,7 @@ from cp_plugin.engine.attention.inputs import (
     UNSET,
     Group,
     check_numbers,
-    check_sink,
     mask_of,
-    problem_of,
     process_group,
     typical_call,
 )
@@ -91,7 +89,12 @@ class ContextParallel(LinearAttention):
         self.group = None if mesh is not None and group is UNSET else process_group(group)
         resolved = self._resolved(provider, mesh, problem, options)
         self.provider, self.options, self.why = resolved.provider, resolved.options, resolved.why
-        self.mesh, self.per_host = self._mesh(resolved, mesh), resolved.problem.transport.per_host
+        if mesh is None:
+            found = self.provider
+            mesh = GroupMesh.from_group(resolved.axes, self.group, found.extra_groups, found.collective_axes)
+        if mesh.axes != resolved.axes:
+            raise ValueError(f"provider {self.provider.name!r} needs the mesh axes {resolved.axes}, got {mesh.axes}")
+        self.mesh, self.per_host = mesh, resolved.problem.transport.per_host
         self._place(resolved.problem.placed or providers.layout_for(self.provider, self.options))
 
     @as_called
@@ -113,15 +116,6 @@ class ContextParallel(LinearAttention):
             (kernels if found.kind == "linear" else backends).check_name(asked.backend)
             settings |= {"provider": found.name, "layout": asked.layout, "options": asked.given, "problem": problem}
         return providers.settle(found, typical_call(found, asked, self.group, mesh, problem), asked)
-
-    def _mesh(self, resolved: providers.Resolved, mesh: Mesh | None) -> Mesh:
-        """The process groups of the provider's axes, created unless a mesh is given; ValueError for one with others."""
-        found = resolved.provider
-        if mesh is None:
-            return GroupMesh.from_group(resolved.axes, self.group, found.extra_groups, found.collective_axes)
-        if mesh.axes != resolved.axes:
-            raise ValueError(f"provider {found.name!r} needs the mesh axes {resolved.axes}, got {mesh.axes}")
-        return mesh
 
     def _place(self, layout: Layout) -> None:
         """Place tokens in this layout, with empty caches of plans."""
@@ -215,7 +209,12 @@ class ContextParallel(LinearAttention):
             problem = replace(problem, window=window, documents=packed, sink=sink is not None, softcap=capped)
             mask = mask_of(problem, documents, tree)
             self.refuse(problem)
-            check_sink(sink, q)
+            if sink is not None and not (
+                sink.shape == q.shape[2:3] and sink.is_floating_point() and sink.device == q.device
+            ):
+                raise ValueError(
+                    f"sink must be [{q.size(2)}], one number per query head, on {q.device}: got {sink.shape}"
+                )
             if scaling is not None and self.options.fp8 != "compute":
                 raise ValueError(
                     'scaling only applies to kernels that compute in FP8: add fp8="compute", or leave it out'
@@ -223,10 +222,6 @@ class ContextParallel(LinearAttention):
             return self.method(problem, q.device, Scores.from_call(q, scale, softcap), mask, scaling)
 
         return softmax.Attention.apply(q, k, v, sink, self._plans.get(asked, composed), self.mesh)
-
-    def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
-        """Describe an attention call; ValueError if the three tensors do not fit together."""
-        return problem_of(q, k, v, self.size, causal)
 
     @as_called
     def method(

@@ -23,19 +23,20 @@ def cast[**P, R](*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def decorated(call: Callable[P, R]) -> Callable[P, R]:
-        places = {name: place for place, name in enumerate(inspect.signature(call).parameters) if name in names}
+        signature = inspect.signature(call)
+        place = list(signature.parameters).index(names[0])
 
         @wraps(call)
         def with_cast(*args: P.args, **named: P.kwargs) -> R:
-            first: Any = named[names[0]] if names[0] in named else args[places[names[0]]]
+            first: Any = named[names[0]] if names[0] in named else args[place]
             kind = first.device.type
             if not is_on(kind):
                 return call(*args, **named)
-            dtype = torch.get_autocast_dtype(kind)
-            positional: Any = [_cast(x, dtype) if place in places.values() else x for place, x in enumerate(args)]
-            others: Any = {name: _cast(x, dtype) if name in names else x for name, x in named.items()}
+            given = signature.bind(*args, **named)
+            for name in given.arguments.keys() & set(names):
+                given.arguments[name] = _cast(given.arguments[name], torch.get_autocast_dtype(kind))
             with off(kind):
-                return call(*positional, **others)
+                return call(*given.args, **given.kwargs)
 
         return with_cast
 

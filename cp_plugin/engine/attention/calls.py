@@ -29,7 +29,7 @@ from cp_plugin.engine.linear.kernels import KERNELS
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.methods.gradient_dtype import float32_unless_told
 from cp_plugin.engine.methods.moves import no_gradients, nothing_seen
-from cp_plugin.engine.methods.protocol import Attend, Provider
+from cp_plugin.engine.methods.protocol import Attend, Kind, Provider
 from cp_plugin.engine.methods.registry import Resolved
 from cp_plugin.engine.placement.documents import DOCUMENTS, place
 
@@ -66,8 +66,10 @@ def settled(provider: Provider, problem: Problem, options: Options) -> Setup:
         problem = placed(problem)
     found = providers.settle(provider, problem, options)
     reason = providers.unsupported(found.provider, problem, found.options)
-    if reason is None:
-        reason = _indivisible(found.provider, problem, found.options)
+    try:
+        providers.layout_for(found.provider, found.options).segments(problem.seq_length, problem.size, 0)
+    except ValueError as indivisible:
+        reason = reason or str(indivisible)
     return Setup(provider=found.provider, problem=problem, options=found.options, why=found.why, reason=reason)
 
 
@@ -113,10 +115,9 @@ def setups(chosen: Sequence[str | Provider], problem: Problem, options: Options)
 
 def _all(backend: str) -> list[str]:
     """Providers whose kind of attention has that kernel; all for ``auto`` and for unknown names."""
-    unknown = backend not in (*backends.names(), *KERNELS)
-    softmax = providers.names() if unknown or backend in backends.names() else []
-    linear = providers.names("linear") if unknown or backend in ("auto", *KERNELS) else []
-    return [*softmax, *linear]
+    kernels: dict[Kind, Sequence[str]] = {"softmax": ["auto", *backends.names()], "linear": ["auto", *KERNELS]}
+    kinds = [kind for kind, names in kernels.items() if backend in names] or kernels
+    return [name for kind in kinds for name in providers.names(kind)]
 
 
 def options_of(provider: Provider, options: Options) -> Options:
@@ -126,14 +127,6 @@ def options_of(provider: Provider, options: Options) -> Options:
 
 def _has(provider: Provider, name: str) -> bool:
     return name in provider.options or (name in providers.ANY_SOFTMAX and provider.kind == "softmax")
-
-
-def _indivisible(provider: Provider, problem: Problem, options: Options) -> str | None:
-    try:
-        providers.layout_for(provider, options).segments(problem.seq_length, problem.size, 0)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 class Inputs(NamedTuple):
@@ -161,11 +154,7 @@ def shapes(problem: Problem, tokens: int) -> Inputs:
     s, b, h, g = tokens, problem.batch, problem.heads, problem.kv_heads
     k = empty(s, b, g, problem.head_dim)
     decays = {"none": None, "head": k[0, 0, :, 0], "token": k[..., 0], "key": k}
-    q, v, dout = (
-        empty(s, b, h, problem.head_dim),
-        empty(s, b, g, problem.v_head_dim),
-        empty(s, b, h, problem.v_head_dim),
-    )
+    q, v, dout = (empty(s, b, *x) for x in ((h, problem.head_dim), (g, problem.v_head_dim), (h, problem.v_head_dim)))
     return Inputs(q, k, v, dout, decays[problem.decay], k[..., 0] if problem.delta else None)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_plugin.engine.comm import Mesh, device_of, network_between
@@ -60,31 +59,6 @@ def process_group(group: Any) -> dist.ProcessGroup | None:
     return group
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Problem:
-    """The problem posed by a call with such shards on ``size`` ranks; ValueError unless q, k and v fit together."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"attention needs [tokens, batch, heads, head size] tensors, got {shapes}")
-    if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and q.size(3) == k.size(3) and k.size(2) == v.size(2)):
-        raise ValueError(f"q, k and v do not match: {shapes}")
-    if q.size(2) % k.size(2):
-        raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads, got {shapes}")
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise ValueError(f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype}, {q.device}")
-    s, b, h, d = q.shape
-    return Problem(
-        seq_length=s * size,
-        size=size,
-        heads=h,
-        kv_heads=k.size(2),
-        head_dim=d,
-        v_head_dim=v.size(3),
-        batch=b,
-        dtype=q.dtype,
-        causal=causal,
-    )
-
-
 def check_numbers(scale: Any, window: Any = None, softcap: Any = None) -> None:
     """ValueError for a scale that is no finite number, a window that is no pair of whole numbers, or a cap that is no
     positive number."""
@@ -101,12 +75,6 @@ def check_numbers(scale: Any, window: Any = None, softcap: Any = None) -> None:
         raise ValueError(
             f"window={window!r}: give the tokens before and after, such as (1023, 0), or -1 for all of them"
         )
-
-
-def check_sink(sink: Tensor | None, q: Tensor) -> None:
-    """ValueError for a sink that is not one number per query head."""
-    if sink is not None and (sink.shape != q.shape[2:3] or not sink.is_floating_point() or sink.device != q.device):
-        raise ValueError(f"sink must be [{q.size(2)}], one number per query head, on {q.device}: got {sink.shape}")
 
 
 def mask_of(problem: Problem, documents: tuple[int, ...], tree: Tree | None) -> Mask:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import lru_cache
@@ -43,20 +42,6 @@ class Documents(NamedTuple):
     ends: Tensor
 
 
-def documents_of(positions: Tensor, cu_seqlens: Tensor, bounds: tuple[int, ...]) -> Documents:
-    """First and last tokens of documents among these positions, on the positions' device.
-
-    No host synchronisation: bounds on the CPU are copied once per micro-batch, by its first layer.
-
-    Args:
-        bounds: the numbers in ``cu_seqlens``.
-    """
-    here = cu_seqlens.device == positions.device and cu_seqlens.dtype == positions.dtype
-    edges = cu_seqlens if here else _copied(bounds, positions.device)
-    first, last = edges[:-1], edges[1:]
-    return Documents(_is_edge(positions, first), _is_edge(positions + 1, last))
-
-
 @lru_cache(maxsize=64)
 def check_placed(placement: Placement, bounds: tuple[int, ...]) -> None:
     """ValueError unless documents with these bounds lie within the documents that were placed.
@@ -73,7 +58,7 @@ def check_placed(placement: Placement, bounds: tuple[int, ...]) -> None:
         )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # once per micro-batch, by its first layer
 def _copied(bounds: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(bounds, device=device)
@@ -100,33 +85,6 @@ def decay_of(log_decay: Tensor | None, k: Tensor) -> Decay:
             f"{', '.join(map(str, shapes))}: per key/value head, per token and head, or per token, head and dimension"
         )
     return found
-
-
-def check_beta(beta: Tensor | None, k: Tensor) -> None:
-    """ValueError for a beta of another shape than a number for each token and key/value head."""
-    if beta is not None and beta.shape != k.shape[:3]:
-        raise ValueError(
-            f"beta has shape {tuple(beta.shape)}; for k {tuple(k.shape)} it must be {tuple(k.shape[:3])}: one number "
-            "per token and key/value head"
-        )
-
-
-def without_padding(x: Tokens, kept: Tensor) -> Tokens:
-    """Tokens that leave the state unchanged where ``kept``, bool ``[s, b]``, is False."""
-    kept = kept[..., None, None]
-    return x._replace(k=x.k * kept, log_decay=None if x.log_decay is None else x.log_decay * kept)
-
-
-def attend(x: Tokens, scan: Scan, parts: Parts, mesh: Mesh, documents: Documents | None) -> Tensor:
-    """Outputs ``[s, b, h, e]`` of a shard in q's dtype; differentiable in all that ``Tokens.differentiable`` has."""
-    return _joined(_Linear.apply(scan, mesh, *fold(x, parts, documents)), x, parts)
-
-
-def extend(x: Tokens, scan: Continued, parts: Parts, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Outputs ``[s, b, h, e]`` in q's dtype of tokens that follow ``state``, and the state after them."""
-    with torch.no_grad():
-        out, after = scan.extend(fold(x, parts, None), state)
-        return _joined(out.to(x.q.dtype), x, parts), after
 
 
 def fold(x: Tokens, parts: Parts, documents: Documents | None) -> Tokens:
@@ -185,9 +143,31 @@ class LinearAttention(Sharding):
     _calls: agreement.Calls
     _scans: Recent[Hashable, tuple[Scan, Parts]]
 
-    @abstractmethod
     def problem(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Problem:
-        """Describe a call."""
+        """Describe a call with such shards; ValueError unless q, k and v fit together."""
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        if not q.dim() == k.dim() == v.dim() == 4:
+            raise ValueError(f"attention needs [tokens, batch, heads, head size] tensors, got {shapes}")
+        (s, b, h, d), (_, _, g, e) = q.shape, v.shape
+        if not (q.shape[:2] == k.shape[:2] == v.shape[:2] and k.shape[2:] == (g, d)):
+            raise ValueError(f"q, k and v do not match: {shapes}")
+        if h % g:
+            raise ValueError(
+                f"the number of query heads must be a multiple of the number of key/value heads, got {shapes}"
+            )
+        if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+            raise ValueError(f"q, k and v must share dtype and device, got {q.dtype}, {k.dtype}, {v.dtype}, {q.device}")
+        return Problem(
+            seq_length=s * self.size,
+            size=self.size,
+            heads=h,
+            kv_heads=g,
+            head_dim=d,
+            v_head_dim=e,
+            batch=b,
+            dtype=q.dtype,
+            causal=causal,
+        )
 
     @as_called
     def refuse(self, problem: Problem) -> None:
@@ -243,7 +223,8 @@ class LinearAttention(Sharding):
         problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, cu_seqlens=cu_seqlens, scale=scale)
         scan, parts = self.scan(problem, q.device)
         documents = self._documents(problem.seq_length, cu_seqlens, q.device)
-        return attend(tokens_of(q * scale, k, v, log_decay, beta), scan, parts, self.mesh, documents)
+        x = tokens_of(q * scale, k, v, log_decay, beta)
+        return _joined(_Linear.apply(scan, self.mesh, *fold(x, parts, documents)), x, parts)
 
     @eager
     @autocast.cast("q", "k", "v")
@@ -274,9 +255,15 @@ class LinearAttention(Sharding):
         problem = self._linear_problem(q, k, v, log_decay, beta, causal=True, scale=scale, kept=kept)
         x = tokens_of(q * scale, k, v, log_decay, beta)
         if kept is not None:
-            x = without_padding(x, kept)
+            kept = kept[..., None, None]
+            x = x._replace(k=x.k * kept, log_decay=None if x.log_decay is None else x.log_decay * kept)
             problem = replace(problem, decay="token" if problem.decay == "head" else problem.decay)
-        return extend(x, *self._continued(problem, k.device), state)
+        scan, parts = self.scan(problem, k.device)
+        if not isinstance(scan, Continued):
+            raise ValueError(f"the {self.layout.name} layout leaves no single final state: use another layout")
+        with torch.no_grad():
+            out, after = scan.extend(fold(x, parts, None), state)
+            return _joined(out.to(x.q.dtype), x, parts), after
 
     @as_called
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, Parts]:
@@ -297,15 +284,8 @@ class LinearAttention(Sharding):
 
         return self._scans.get((problem, device, self.options), composed)
 
-    def _continued(self, problem: Problem, device: torch.device) -> tuple[Continued, Parts]:
-        """``scan`` for generation; ValueError for one that does not have the state after the last token."""
-        scan, parts = self.scan(problem, device)
-        if not isinstance(scan, Continued):
-            raise ValueError(f"the {self.layout.name} layout leaves no single final state: use another layout")
-        return scan, parts
-
     def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> Documents | None:
-        """Which of this rank's tokens begin and end documents.
+        """Which of this rank's tokens begin and end documents, without waiting for the device.
 
         ValueError for bounds that are none, or under which a document reaches into another of this pack's layout.
         """
@@ -315,7 +295,10 @@ class LinearAttention(Sharding):
             check_placed(placement, bounds)
         if cu_seqlens is None:
             return None
-        return documents_of(self.positions(seq_length, device), cu_seqlens, bounds)
+        positions = self.positions(seq_length, device)
+        here = cu_seqlens.device == positions.device and cu_seqlens.dtype == positions.dtype
+        edges = cu_seqlens if here else _copied(bounds, positions.device)
+        return Documents(_is_edge(positions, edges[:-1]), _is_edge(positions + 1, edges[1:]))
 
     def _linear_problem(
         self,
@@ -332,7 +315,11 @@ class LinearAttention(Sharding):
             check_numbers(scale)
             problem = self.problem(q, k, v, causal=causal)
             decay = decay_of(log_decay, k)
-            check_beta(beta, k)
+            if beta is not None and beta.shape != k.shape[:3]:
+                raise ValueError(
+                    f"beta has shape {tuple(beta.shape)}; for k {tuple(k.shape)} it must be {tuple(k.shape[:3])}: one "
+                    "number per token and key/value head"
+                )
             if kept is not None and (kept.shape != k.shape[:2] or kept.dtype != torch.bool):
                 raise ValueError(f"kept must be bool {tuple(k.shape[:2])}, got {kept.dtype} {tuple(kept.shape)}")
             self._refuse_growth(log_decay)

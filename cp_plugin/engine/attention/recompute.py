@@ -16,41 +16,27 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-_FORWARD, _RECOMPUTATION = 1, 2
-
 
 class Recomputed[**P, R]:
     """A function run forward and again in the backward. A third run computes everything anew."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         self._function = function
-        self._run = 0
         self._results: deque[Any] = deque()
+        self.run = 0
+        """Which one this is: 1 will be repeated, 2 is the repetition."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        self._run += 1
+        self.run += 1
         regions = _regions()
         regions.append(self)
         try:
             found = self._function(*args, **kwargs)
         finally:
             regions.pop()
-        if self._run == _RECOMPUTATION and self._results:
+        if self.run == 2 and self._results:
             raise RuntimeError(f"recomputation left {len(self._results)} attention results unused: {_UNEQUAL}")
         return found
-
-    @property
-    def keeps(self) -> bool:
-        """Whether this run will be repeated."""
-        return self._run == _FORWARD
-
-    @property
-    def repeats(self) -> bool:
-        """Whether this run is the repetition."""
-        return self._run == _RECOMPUTATION
-
-    def keep(self, result: object) -> None:
-        self._results.append(result)
 
     def take(self) -> Any:
         """The next result, which is no longer kept."""
@@ -66,20 +52,20 @@ def once[T](compute: Callable[[], T]) -> T:
     """
     keepers = []
     for region in reversed(_regions()):
-        if region.repeats:
+        if region.run == 2:
             found: T = region.take()
             break
-        keepers += [region] if region.keeps else []
+        keepers += [region] if region.run == 1 else []
     else:
         found = compute()
     for region in keepers:
-        region.keep(found)
+        region._results.append(found)
     return found
 
 
 def to_be_repeated() -> bool:
     """Whether this run will be repeated, even if it has no gradients itself."""
-    return any(region.keeps for region in _regions())
+    return any(region.run == 1 for region in _regions())
 
 
 _UNEQUAL = "it must call the same layers in the same order as the forward pass"

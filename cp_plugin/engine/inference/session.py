@@ -156,7 +156,17 @@ class Session:
             prefill = isinstance(self.step, Chunk)
             tokens = self.step.stop - self.step.first if prefill else self.step.positions.size(0)
             check_numbers(scale, window, softcap)
-            self._check(tokens, q, k, v)
+            if self.cp.provider.kind != "softmax":
+                raise ValueError(
+                    f"provider {self.cp.provider.name!r} is for linear attention, which keeps a state and no keys: use "
+                    "ContextParallel.extend_linear"
+                )
+            self.cp.problem(q, k, v, causal=True)
+            if q.shape[:2] != (tokens, self.slots.batch):
+                raise ValueError(
+                    f"this step expects q, k, v of {tokens} tokens of {self.slots.batch} sequences, got q "
+                    f"{tuple(q.shape)}"
+                )
             settings |= {"scale": scale, "softcap": softcap, "window": window, "documents": tuple(self.lengths)}
         q, k, v = map(dense, (q, k, v))
         cache = self.reserve(layer, k, v, latent)
@@ -195,18 +205,6 @@ class Session:
             return tuple(s for rank in owners(self.cp.index) for s in of_ranks[rank])
 
         return segments
-
-    def _check(self, tokens: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if self.cp.provider.kind != "softmax":
-            raise ValueError(
-                f"provider {self.cp.provider.name!r} is for linear attention, which keeps a state and no keys: use "
-                "ContextParallel.extend_linear"
-            )
-        self.cp.problem(q, k, v, causal=True)
-        if q.shape[:2] != (tokens, self.slots.batch):
-            raise ValueError(
-                f"this step expects q, k, v of {tokens} tokens of {self.slots.batch} sequences, got q {tuple(q.shape)}"
-            )
 
     @contextmanager
     def _running(self, step: Chunk | Dealt) -> Iterator[None]:
