@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Random calls of plain torch (methods, masks, documents, wrappers, derivatives, ranks that differ), command lines of
+# Random calls of plain torch (methods, masks, documents, wrappers, derivatives), command lines of
 # every program from what its parser declares, and questions to the planner: each is right, or refused by name.
 # Usage: ci/fuzz.sh [--examples N] [pytest arguments]     (default 2000 of each kind; ci/nightly.sh: FUZZ)
 #

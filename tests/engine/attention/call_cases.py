@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +16,6 @@ from cp_plugin import ContextParallel, Problem, Tree
 from cp_plugin.engine.attention.convolution import short_convolution
 from cp_plugin.engine.attention.recompute import Recomputed
 from cp_plugin.engine.attention.shift import shift
-from cp_plugin.engine.inference import Session, slots_for
-from cp_plugin.engine.linear import recurrence
-from cp_plugin.engine.placement.documents import get_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +31,7 @@ class Batch:
     tree: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     mode: str = "train"
     asked: dict[str, Any] = field(default_factory=dict)
-    """Of this call, in place of the trial's."""
+    """Arguments of this call beside tensors, and which tensors there are."""
 
     @property
     def cu_seqlens(self) -> Tensor | None:
@@ -56,17 +51,17 @@ class Trial:
     call: str
     provider: str
     size: int
-    dtype: torch.dtype
-    heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    rows: int
-    """The batch dimension."""
     batches: tuple[Batch, ...]
+    asked: dict[str, Any]
+    """As of a batch, most of which have the same."""
+    dtype: torch.dtype = torch.float64
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 8
+    v_head_dim: int = 8
+    rows: int = 1
+    """The batch dimension."""
     options: dict[str, Any] = field(default_factory=dict)
-    asked: dict[str, Any] = field(default_factory=dict)
-    """Of the call: arguments beside tensors, and which tensors there are."""
     views: dict[str, str] = field(default_factory=dict)
     """name -> how an input lies in memory."""
     wanted: frozenset[str] = frozenset()
@@ -81,8 +76,6 @@ class Trial:
     within: str = "nothing"
     derivative: str = "backward"
     """How gradients are asked for."""
-    differs: tuple[int, int, dict[str, Any]] | None = None
-    """A rank, a batch, and what this rank replaces in it."""
 
     def problem(self, size: int) -> Problem:
         typical = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "dtype": self.dtype}
@@ -101,8 +94,6 @@ class Call(NamedTuple):
     ours: Callable[[ContextParallel, Trial, Batch, dict[str, Tensor]], Tensor]
     alone: Callable[[Trial, Batch, dict[str, Tensor]], Tensor]
     """The same of the whole sequence, in plain torch."""
-    whole: bool = False
-    """It takes and returns whole sequences, and is not differentiable."""
 
 
 # Attention
@@ -119,48 +110,13 @@ def _attention_inputs(t: Trial, tokens: int) -> dict[str, tuple[int, ...]]:
 
 def _attention(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
     tree = Tree(*b.tree) if b.tree[0] else None
-    asked = {name: (t.asked | b.asked)[name] for name in ("causal", "window", "scale", "softcap")}
+    asked = {name: b.asked[name] for name in ("causal", "window", "scale", "softcap")}
     return cp.attention(**x, **asked, cu_seqlens=b.cu_seqlens, tree=tree)
 
 
 def _case(t: Trial, b: Batch) -> Case:
-    asked = t.asked | b.asked
-    masks = {"window": asked["window"], "documents": b.bounds, "tree": b.tree}
-    return Case(seq_length=b.tokens, heads=t.heads, kv_heads=t.kv_heads, causal=asked["causal"], **masks)
-
-
-def _session(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    """Prompts in two chunks, the last tokens of each but the first padding; then the rest token by token."""
-    q, k, v = (x[name] for name in "qkv")
-    asked = {name: t.asked[name] for name in ("window", "scale", "softcap")} | {"sink": x.get("sink")}
-    mesh = cp.mesh.duplicate({"cp": cp.size}) if cp.size > 1 else None
-    session = Session(cp, batch=t.rows, capacity=slots_for(b.tokens, cp.size, 2), mesh=mesh)
-    found, prompt = [], _prompt(t, b)
-    for first, stop in pairwise(sorted({0, 2 * t.size, prompt})):
-        part = [cp.shard(y[first:stop]) for y in (q, k, v)]
-        with session.prefill(stop - first):
-            found.append(cp.unshard(session.attend(0, *part, **asked)))
-    session.close([prompt - row for row in range(t.rows)])
-    for token in range(prompt, b.tokens):
-        with session.decode(1):
-            found.append(session.attend(0, *(y[token : token + 1] for y in (q, k, v)), **asked))
-    return torch.cat(found)
-
-
-def _prompt(t: Trial, b: Batch) -> int:
-    """Tokens of the padded prompt."""
-    return max(2 * t.size, b.tokens - 2 * t.size)
-
-
-def _session_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    prompt = _prompt(t, b)
-    decoded, scores = [], {name: t.asked[name] for name in ("scale", "softcap")}
-    for row in range(t.rows):
-        at = [*range(prompt - row), *range(prompt, b.tokens)]
-        text = {name: y if y.dim() == 1 else y[at, row : row + 1] for name, y in x.items()}
-        whole = _case(t, replace(b, tokens=len(at))).outputs(**text, **scores)
-        decoded.append(whole[prompt - row :])
-    return torch.cat((_case(t, b).outputs(**x, **scores)[:prompt], torch.cat(decoded, 1)))
+    masks = {"causal": b.asked["causal"], "window": b.asked["window"], "documents": b.bounds, "tree": b.tree}
+    return Case(seq_length=b.tokens, heads=t.heads, kv_heads=t.kv_heads, **masks)
 
 
 # Linear attention
@@ -174,41 +130,15 @@ def _linear_inputs(t: Trial, tokens: int) -> dict[str, tuple[int, ...]]:
 
 
 def _linear(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    asked = t.asked | b.asked
-    return cp.linear_attention(**x, causal=asked["causal"], scale=asked["scale"] or 1.0, cu_seqlens=b.cu_seqlens)
+    return cp.linear_attention(**x, causal=b.asked["causal"], scale=b.asked["scale"] or 1.0, cu_seqlens=b.cu_seqlens)
 
 
-def _linear_case(t: Trial, b: Batch) -> LinearCase:
+def _linear_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
     sizes = {"batch": t.rows, "heads": t.heads, "kv_heads": t.kv_heads, "head_dim": t.head_dim}
     packed = {"documents": bool(b.bounds), "bounds": tuple(dict.fromkeys(b.bounds)), "seq_length": b.tokens}
-    causal = (t.asked | b.asked)["causal"]
-    return LinearCase(decay=t.asked["decay"], delta=t.asked["delta"], causal=causal, **sizes, **packed)
-
-
-def _five(x: dict[str, Tensor], scale: float | None = None) -> tuple[Tensor | None, ...]:
-    return x["q"] * (scale or 1.0), x["k"], x["v"], x.get("log_decay"), x.get("beta")
-
-
-def _extended(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    """Two chunks; the last tokens of each row are padding."""
-    unit, state, found = get_layout(cp.layout.name).divisor(t.size), None, []
-    for rows in filter(len, (range(unit), range(unit, b.tokens))):
-        part = {name: y if y.dim() == 1 else cp.shard(y[rows.start : rows.stop]) for name, y in x.items()}
-        kept = cp.shard(_kept(t, b)[rows.start : rows.stop])
-        out, state = cp.extend_linear(**part, scale=t.asked["scale"] or 1.0, state=state, kept=kept)
-        found.append(cp.unshard(out).flatten())
-    return torch.cat([*found, state.flatten()])
-
-
-def _kept(t: Trial, b: Batch) -> Tensor:
-    return torch.arange(b.tokens)[:, None] < b.tokens - torch.arange(t.rows)
-
-
-def _extended_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    given, kept = _linear_case(t, b).make_tokens(*_five(x, t.asked["scale"])), _kept(t, b)[..., None, None]
-    decay = None if given.log_decay is None else given.log_decay * kept
-    out, state = recurrence.run(given._replace(k=given.k * kept, log_decay=decay))
-    return torch.cat((out.flatten(), state.flatten()))
+    kind = {name: b.asked[name] for name in ("decay", "delta", "causal")}
+    five = x["q"] * (b.asked["scale"] or 1.0), x["k"], x["v"], x.get("log_decay"), x.get("beta")
+    return LinearCase(**kind, **sizes, **packed).outputs(*five)
 
 
 # Beside attention
@@ -233,8 +163,7 @@ def _convolution_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
 
 
 def _shifted(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    dim, by = (b.asked.get(name, t.asked[name]) for name in ("dim", "by"))
-    return shift(cp, x["x"].movedim(0, dim), dim, by).movedim(dim, 0)
+    return shift(cp, x["x"].movedim(0, t.asked["dim"]), t.asked["dim"], t.asked["by"]).movedim(t.asked["dim"], 0)
 
 
 def _shifted_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
@@ -253,13 +182,9 @@ CALLS = {
     "attention": Call(
         _attention_inputs,
         _attention,
-        lambda t, b, x: _case(t, b).outputs(**x, **{name: (t.asked | b.asked)[name] for name in ("scale", "softcap")}),
+        lambda t, b, x: _case(t, b).outputs(**x, scale=b.asked["scale"], softcap=b.asked["softcap"]),
     ),
-    "linear_attention": Call(
-        _linear_inputs,
-        _linear,
-        lambda t, b, x: _linear_case(t, b).outputs(*_five(x, (t.asked | b.asked)["scale"])),
-    ),
+    "linear_attention": Call(_linear_inputs, _linear, _linear_alone),
     "short_convolution": Call(
         _convolution_inputs,
         lambda cp, t, b, x: short_convolution(cp, **x, cu_seqlens=b.cu_seqlens),
@@ -267,8 +192,6 @@ CALLS = {
     ),
     "shift": Call(_x, _shifted, _shifted_alone),
     "unshard": Call(_x, _resharded, lambda t, b, x: x["x"] * (1 + torch.arange(b.tokens)[:, None, None, None])),
-    "session": Call(_attention_inputs, _session, _session_alone, whole=True),
-    "extend_linear": Call(_linear_inputs, _extended, _extended_alone, whole=True),
 }
 
 
@@ -282,14 +205,16 @@ class View(NamedTuple):
     view: Callable[[Tensor, tuple[int, ...]], Tensor]
     dim: int = 0
     """Of the leaf's tokens."""
+    above: int = 0
+    """It needs more dimensions than these."""
 
 
 VIEWS = {
     "plain": View(lambda x: x, lambda x, shape: x),
     "every second": View(lambda x: x.repeat_interleave(2, -1), lambda x, shape: x[..., ::2]),
-    "batch first": View(lambda x: x.transpose(0, 1).contiguous(), lambda x, shape: x.transpose(0, 1), dim=1),
-    "one row": View(lambda x: x[:, :1], lambda x, shape: x.expand(-1, *shape[1:])),
-    "one head": View(lambda x: x[:, :, :1], lambda x, shape: x.expand(-1, -1, *shape[2:])),
+    "batch first": View(lambda x: x.transpose(0, 1).contiguous(), lambda x, shape: x.transpose(0, 1), dim=1, above=1),
+    "one row": View(lambda x: x[:, :1], lambda x, shape: x.expand(-1, *shape[1:]), above=1),
+    "one head": View(lambda x: x[:, :, :1], lambda x, shape: x.expand(-1, -1, *shape[2:]), above=2),
 }
 type Function = Callable[..., Tensor]
 
@@ -310,10 +235,9 @@ WRAPPERS: dict[str, Callable[[Function], Function]] = {
     "offloaded": lambda f: inside(torch.autograd.graph.save_on_cpu, f),
     "compiled": lambda f: torch.compile(f, backend="eager"),
     "compiled, aot_eager": lambda f: torch.compile(f, backend="aot_eager"),
+    "bfloat16 autocast": lambda f: inside(lambda: torch.autocast("cpu", torch.bfloat16), f),
+    "float16 autocast": lambda f: inside(lambda: torch.autocast("cpu", torch.float16), f),
 }
-if find_spec("cp_plugin.engine.attention.autocast"):
-    WRAPPERS["bfloat16 autocast"] = lambda f: inside(lambda: torch.autocast("cpu", torch.bfloat16), f)
-    WRAPPERS["float16 autocast"] = lambda f: inside(lambda: torch.autocast("cpu", torch.float16), f)
 OFTEN = sorted([*WRAPPERS, *[name for name in WRAPPERS if "compiled" not in name] * 20])
 """To compile takes as long as sixty others."""
 PENALTIES: dict[str, Callable[[Tensor, list[Tensor]], object]] = {

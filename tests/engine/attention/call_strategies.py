@@ -1,4 +1,4 @@
-"""Random calls of plain torch: methods, masks, documents, sizes, dtypes, wrappers, derivatives, ranks that differ."""
+"""Random calls of plain torch: methods, masks, documents, sizes, dtypes, wrappers and derivatives."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def trials(
     draw: st.DrawFn, within: Sequence[str] = ("nothing",), size: int | None = None, call: str | None = None
 ) -> Trial:
     forked = size is not None
-    call = call or draw(st.sampled_from([name for name in CALLS if not (forked and CALLS[name].whole)] + MOST))
-    linear = call in ("linear_attention", "short_convolution", "extend_linear")
-    softmax = call in ("attention", "session")
+    call = call or draw(st.sampled_from([*CALLS, *MOST]))
+    linear = call in ("linear_attention", "short_convolution")
+    softmax = call == "attention"
     kinds = ["linear"] if linear else ["softmax"] if softmax else ["softmax", "linear"]
     known = [name for kind in kinds for name in providers.names(kind)]
     provider = draw(st.sampled_from([name for name in known if name != "linear_ring"]))  # it refuses most
@@ -59,7 +59,6 @@ def trials(
     if call in ("shift", "unshard"):
         asked |= {"dim": draw(st.integers(-4, 3)), "by": draw(st.integers(-3, 3) | st.sampled_from([7, -30, 48]))}
     wrapping = draw(st.lists(st.sampled_from(OFTEN), max_size=2, unique=True))
-    whole = CALLS[call].whole
     t = Trial(
         call=call,
         provider=provider,
@@ -73,27 +72,24 @@ def trials(
         batches=tuple(draw(st.lists(batches(call, asked, size, layouts), min_size=1, max_size=3))),
         options=options,
         asked=asked,
-        wrappers=() if whole else tuple(wrapping),
+        wrappers=tuple(wrapping),
         loss=draw(st.sampled_from(sorted(LOSSES))),
         order=draw(st.sampled_from(["in turn", "in flight", "last first"])),
     )
     shapes = CALLS[call].shapes(t, 0)
     long = [name for name in shapes if name in SHARDED and not shapes[name][0]]
-    views = {name: draw(st.sampled_from([v for v in VIEWS if len(x) > _least(v)])) for name, x in shapes.items()}
+    views = {name: draw(st.sampled_from([v for v in VIEWS if len(x) > VIEWS[v].above])) for name, x in shapes.items()}
     wanted = draw(st.sets(st.sampled_from(sorted(shapes)), min_size=1))
     scaled = draw(st.sets(st.sampled_from(sorted(shapes)), max_size=2))
     narrow = t.dtype in (torch.float16, torch.bfloat16) or any("autocast" in name for name in wrapping)
-    scaled = frozenset() if whole or narrow else frozenset(scaled)  # the rounding of a sum is not twice another's
-    t = replace(t, views=views, wanted=frozenset(wanted), scaled=scaled, repeated=not whole and draw(st.booleans()))
+    scaled = frozenset() if narrow else frozenset(scaled)  # the rounding of a sum is not twice another's
+    t = replace(t, views=views, wanted=frozenset(wanted), scaled=scaled, repeated=draw(st.booleans()))
     derivative = draw(st.sampled_from(["backward"] * 5 + ["backward(inputs=)", *PENALTIES]))
-    if derivative in PENALTIES and not (whole or forked):  # checkpoints and compilers have first derivatives only
+    if derivative in PENALTIES and not forked:  # checkpoints and compilers have first derivatives only
         wanted = draw(st.sets(st.sampled_from(long), min_size=1))
         t = replace(t, derivative=derivative, wanted=frozenset(wanted), wrappers=(), order="in turn")
     elif derivative == "backward(inputs=)" and not any("reentrant" in name for name in wrapping):
         t = replace(t, derivative=derivative, scaled=frozenset())
-    compared = call in (*MOST, "shift", "unshard", "short_convolution")
-    if compared and draw(st.integers(0, 9)) == 0 and not must_refuse(t)["a growing state"]:
-        t = replace(t, differs=draw(differences(t)))
     if not forked or not t.scaled:
         return t
     first, *others = t.batches  # DDP and FSDP2 are for training, one backward after the other
@@ -102,51 +98,20 @@ def trials(
     return replace(t, within=draw(st.sampled_from(within)), batches=of_training, order="in turn")
 
 
-def _least(view: str) -> int:
-    return {"plain": 0, "every second": 0, "batch first": 1, "one row": 1, "one head": 2}[view]
-
-
-@st.composite
-def differences(draw: st.DrawFn, t: Trial) -> tuple[int, int, dict[str, Any]]:
-    """Another call of one rank, among the first ones, which are all compared."""
-    n = draw(st.integers(0, min(len(t.batches), 1 if t.wrappers else 2) - 1))
-    b = t.batches[n]
-    asked = t.asked | b.asked
-    others: list[dict[str, Any]] = [{"tokens": b.tokens + 2 * t.size, "bounds": (), "tree": ((), ())}]
-    others += [{"asked": b.asked | {"by": 4}}] * (t.call == "shift")
-    if t.call in MOST:
-        others += [
-            {"asked": b.asked | {"causal": not asked["causal"]}, "tree": ((), ())},
-            {"asked": b.asked | {"scale": 0.7}},
-            *[{"asked": b.asked | {"softcap": 0.7}}] * (t.call == "attention"),
-        ]
-    if t.call not in ("shift", "unshard"):
-        others.append({"bounds": (0, 1, b.tokens) if 1 not in b.bounds else (), "tree": ((), ())})
-        others += [{"bounds": (b.tokens,), "tree": ((), ())}] * 3
-    if not any("reentrant" in name for name in t.wrappers):  # which hides in its forward whether there are gradients
-        others.append({"mode": "no_grad" if b.mode == "train" else "train"})
-    others += [{"asked": b.asked | {"window": (3, 3)}}] * (t.call == "attention" and not b.tree[0])
-    decays = t.call == "linear_attention" and asked["decay"] != "none"
-    others += [{"asked": b.asked | {"grows": True}}] * decays
-    return draw(st.integers(0, t.size - 1)), n, draw(st.sampled_from(others))
-
-
 @st.composite
 def batches(draw: st.DrawFn, call: str, asked: dict[str, Any], size: int, layouts: Sequence[str]) -> Batch:
     tokens = 2 * size * draw(st.integers(1, 4))
-    found = Batch(tokens=tokens, seed=draw(st.integers(0, 7)), mode=draw(st.sampled_from(["train", *MODES])))
     own = {"causal": draw(st.booleans()), "scale": draw(st.sampled_from([0.2, 1.0]))}
     if call in MOST and draw(st.booleans()):
-        found = replace(found, asked={name: own[name] for name in draw(st.sets(st.sampled_from(sorted(own))))})
-    if asked.get("delta") or not asked["causal"]:
-        found = replace(found, asked={name: x for name, x in found.asked.items() if name != "causal"})
-    decays = asked.get("decay", "none") != "none" and call != "short_convolution"
-    if decays and draw(st.integers(0, 19)) == 0:
-        found = replace(found, asked=found.asked | {"grows": True})
+        other = draw(st.sets(st.sampled_from(["scale"] if asked.get("delta") or not asked["causal"] else sorted(own))))
+        asked = asked | {name: own[name] for name in other}
+    if asked.get("decay", "none") != "none" and call != "short_convolution" and draw(st.integers(0, 19)) == 0:
+        asked = asked | {"grows": True}
+    mode = draw(st.sampled_from(["train", *MODES]))
+    found = Batch(tokens=tokens, seed=draw(st.integers(0, 7)), mode=mode, asked=asked)
     if call not in ("attention", "linear_attention", "short_convolution") or draw(st.booleans()):
         return found
-    causal = (asked | found.asked)["causal"]
-    if call == "attention" and causal and asked["window"] is None and draw(st.booleans()):
+    if call == "attention" and asked["causal"] and asked["window"] is None and draw(st.booleans()):
         tree = draw(trees(tokens))
         return replace(found, tree=(tuple(tree.lengths), tuple(tree.parents)))
     inner = draw(st.lists(st.integers(0, tokens), max_size=4))
@@ -154,12 +119,3 @@ def batches(draw: st.DrawFn, call: str, asked: dict[str, Any], size: int, layout
     if draw(st.integers(0, 15)) == 0:
         bounds = draw(st.sampled_from([bounds[1:], bounds[:-1], bounds[::-1], (0, tokens, 1, tokens)]))
     return replace(found, bounds=bounds, placed="documents" in layouts and draw(st.integers(0, 2)) == 0)
-
-
-def must_refuse(t: Trial) -> dict[str, bool]:
-    """What no call may compute -> whether it is in this trial."""
-    return {
-        "wrong bounds": any(b.wrong for b in t.batches),
-        "a growing state": any(b.asked.get("grows", False) for b in t.batches),
-        "a rank that makes another call": t.differs is not None,
-    }

@@ -250,11 +250,17 @@ def test_ranks_make_the_same_object_or_none() -> None:
             with pytest.raises(ValueError) as raised:
                 ContextParallel(group=dist.group.WORLD, **(different if dist.get_rank() == 2 else usual))
             texts[what] = str(raised.value)
-        softmax(ContextParallel("attention2d", group=dist.group.WORLD, grid=(2, 2)))
-        return texts
+        cp = ContextParallel("attention2d", group=dist.group.WORLD, grid=(2, 2))
+        softmax(cp)
+        with pytest.raises(ValueError) as raised:
+            softmax(cp, causal=dist.get_rank() != 2)
+        return texts | {"another call": str(raised.value)}
 
     of_ranks = run_ranks(rank, 4, init_process_group=True, timeout=60)
-    for what, (_, why) in MADE.items():
+    said = {what: why for what, (_, why) in MADE.items()} | {
+        "another call": "causal (ranks 0, 1, 3 and rank 2 disagree)"
+    }
+    for what, why in said.items():
         for index, texts in enumerate(of_ranks):
             expected = why.removeprefix("rank 2: ") if index == 2 else why
             assert expected in texts[what], texts[what]

@@ -1,5 +1,5 @@
-"""Inference as a library: slots, the tree, stores, misuse. Numbers of whole sessions: ``test_fuzz_calls`` with windows
-and sinks, ``test_verify_decode`` of every provider and in FP8."""
+"""Inference as a library: slots, the tree, stores, misuse. Numbers of whole sessions: ``test_verify_decode`` of
+every provider and in FP8, ``tests/megatron/mixers/test_decoding.py`` of every kind of model."""
 
 from __future__ import annotations
 
@@ -96,18 +96,6 @@ def test_a_full_cache_says_what_would_be_enough(size: int, capacity: int, beyond
         if min(fewer) > 0:
             with pytest.raises(CacheFullError):
                 Slots(fewer[0], 0, 1, fewer[1], CPU).require(tokens)
-
-
-def test_a_full_cache_changes_no_state() -> None:
-    slots = Slots(2, 0, 2, 4, CPU)
-    slots.chunk(6, lambda rank: get_layout("striped").segments(6, 2, rank))
-    slots.close([3, 6])
-    held = [list(ranks) for ranks in slots.held]
-    with pytest.raises(CacheFullError, match="a context of 9 tokens"):
-        slots.deal(3)
-    assert slots.held == held and slots.lengths == [3, 6]
-    slots.deal(2)
-    assert slots.lengths == [5, 8]
 
 
 def test_bad_lengths_and_sizes_are_refused() -> None:
@@ -230,6 +218,30 @@ def rows(tokens: int, batch: int = 2, heads: int = 2, size: int = 8) -> Tensor:
     return normal(tokens, batch, heads, size)
 
 
+SCORES = {"window": {"window": (3, 0)}, "sink": {"sink": torch.arange(2.0)}, "cap": {"softcap": 0.5, "scale": 0.3}}
+
+
+@pytest.mark.parametrize("asked", SCORES.values(), ids=SCORES)
+def test_a_session_attends_as_one_call_does(asked: dict[str, Any]) -> None:
+    """To a prompt in two chunks, then token by token."""
+    x = [normal(11, 2, 2, 8, seed=seed, dtype=torch.float64) for seed in range(3)]
+
+    def rank(mesh: Mesh) -> Tensor:
+        one, found = session(mesh), []
+        for part in (slice(0, 4), slice(4, 8)):
+            with one.prefill(4):
+                found.append(one.cp.unshard(one.attend(0, *(one.cp.shard(y[part]) for y in x), **asked)))
+        one.close([8, 8])
+        for token in range(8, 11):
+            with one.decode():
+                found.append(one.attend(0, *(y[token : token + 1] for y in x), **asked))
+        return torch.cat(found)
+
+    want = ContextParallel("ring", layout="contiguous").attention(*x, **asked)
+    for got in run_threads(rank, {"cp": 2}):
+        torch.testing.assert_close(got, want)
+
+
 def test_misuse_is_refused() -> None:
     one = session()
     with pytest.raises(ValueError, match="for use inside"):
@@ -256,9 +268,10 @@ def test_misuse_is_refused() -> None:
         pass
     with one.decode(2), pytest.raises(ValueError, match="2 tokens of 2 sequences"):
         one.attend(0, *(rows(1),) * 3)
+    held = [list(ranks) for ranks in one.slots.held]
     with pytest.raises(CacheFullError, match="needs 2 ranks, or 9 slots"), one.decode(3):
         pass
-    assert one.lengths == [6, 4] and one.nbytes == 2 * 8 * 2 * 2 * 8 * 4
+    assert one.slots.held == held and one.lengths == [6, 4] and one.nbytes == 2 * 8 * 2 * 2 * 8 * 4
 
 
 def test_linear_attention_and_other_meshes_are_refused() -> None:

@@ -145,7 +145,10 @@ def test_generation_equals_the_parallel_form(name: str) -> None:
     torch.testing.assert_close(torch.cat(outs), want, rtol=1e-10, atol=1e-12)
     x = layer.prepare(q, k, v, gate)
     assert sizes == {(B, G, x.k.size(3), x.v.size(3))}
-    torch.testing.assert_close(ContextParallel("lasp2").extend_linear(x.q, x.k, x.v, x.log_decay)[1], state)
+    cp, given = ContextParallel("lasp2"), (x.q, x.k, x.v, x.log_decay)
+    halved, after = cp.extend_linear(*given, scale=0.5)
+    torch.testing.assert_close(after, state)
+    torch.testing.assert_close(halved, 0.5 * cp.linear_attention(*given))
 
 
 @pytest.mark.parametrize("name", variants())
