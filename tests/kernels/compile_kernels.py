@@ -23,9 +23,9 @@ from typing import Any
 import launch_cases
 import triton
 from launches import Launch, launches
-from ptx import unordered
 
 NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+GLOBAL = re.compile(r"^\s*(?:@!?%p\d+ )?(st|ld|cp\.async)\b\S*\.global|^\s*(bar\.sync)\s+0;", re.MULTILINE)
 INSTRUCTION = re.compile(r"^\s*(?:@%p\d+ )?((?:ld|st)\.global\S*|cvt\.\S*e[45]m[23]\S*)", re.MULTILINE)
 PRODUCT = re.compile(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma")
 
@@ -35,13 +35,22 @@ def described(name: str, launch: Launch) -> dict[str, Any]:
         "name": name,
         "kernel": launch.kernel,
         "grid": launch.grid,
-        "types": launch.types,
         "shared": launch.shared,
         "matrix products": len(PRODUCT.findall(launch.ptx)),
         "instructions": Counter(INSTRUCTION.findall(launch.ptx)),
-        "in place": bool(unordered(launch.ptx, launch.memory, barriers=False)),
-        "unordered": unordered(launch.ptx, launch.memory),
+        "waits": waits(launch.ptx),
     }
+
+
+def waits(ptx: str) -> bool:
+    """Return True if all threads wait for each other between the last read of global memory and the first store.
+
+    Several threads may read one element, such as a row's log-sum-exp that all columns need: if one of them stores the
+    new value, another warp may read it instead of the old one. The interpreter has a single thread, and
+    ``compute-sanitizer racecheck`` covers shared memory only.
+    """
+    order = "".join("b" if barrier else access[0] for access, barrier in GLOBAL.findall(ptx))
+    return re.fullmatch("[lcb]*b+s[sb]*", order) is not None
 
 
 def assembled(ptx: str, capability: int) -> dict[str, int]:

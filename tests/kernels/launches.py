@@ -10,7 +10,7 @@ The launching code runs as on a GPU, on tensors without data on ``cuda:0``; Trit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,10 +56,6 @@ class Launch:
     """Machine code."""
     shared: int
     """Bytes of shared memory of a program."""
-    types: tuple[str, ...]
-    """Of the kernel's parameters as Triton names them, without those that were compiled in."""
-    memory: tuple[int | None, ...]
-    """For each of them the id of the storage it points into."""
 
 
 def on_cuda(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -80,7 +76,6 @@ def launches(capability: int) -> Iterator[list[Launch]]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         compiled = run(self, *args, grid=grid, warmup=True, **named)
         given = dict(zip(self.arg_names, args, strict=False)) | named
-        leaves = list(_leaves([given[name] for name in self.arg_names], list(compiled.src.signature.values())))
         made.append(
             Launch(
                 kernel=self.__name__,
@@ -88,8 +83,6 @@ def launches(capability: int) -> Iterator[list[Launch]]:
                 ptx=compiled.asm["ptx"],
                 cubin=compiled.asm.get("cubin", b""),  # a test may leave out the compiler
                 shared=compiled.metadata.shared,
-                types=tuple(kind for _, kind in leaves),
-                memory=tuple(x.untyped_storage()._cdata if isinstance(x, Tensor) else None for x, _ in leaves),
             )
         )
 
@@ -110,15 +103,6 @@ def launches(capability: int) -> Iterator[list[Launch]]:
 def _address(storage: torch.UntypedStorage) -> int:
     """A distinct multiple of 512 per storage, like the allocator's."""
     return storage._cdata << 9
-
-
-def _leaves(values: Sequence[Any], kinds: Sequence[Any]) -> Iterator[tuple[Any, str]]:
-    """Arguments and types with tuples flattened, without compile-time constants."""
-    for value, kind in zip(values, kinds, strict=True):
-        if isinstance(kind, tuple):
-            yield from _leaves(value, kind)
-        elif kind != "constexpr":
-            yield value, kind
 
 
 def _checked(grid: tuple[int, ...]) -> tuple[int, ...]:

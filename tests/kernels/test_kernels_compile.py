@@ -42,7 +42,8 @@ def compiled(what: str, capability: int, *arguments: str) -> list[dict[str, Any]
 
 def check(launch: dict[str, Any], capability: int) -> None:
     assert launch["shared"] <= SHARED[capability], launch
-    assert launch["unordered"] == [], launch
+    if "onto" in launch["name"] or "into" in launch["name"]:
+        assert launch["waits"], launch
 
 
 def check_attention(capability: int, sizes: str, dtype: str) -> list[dict[str, Any]]:
@@ -52,7 +53,6 @@ def check_attention(capability: int, sizes: str, dtype: str) -> list[dict[str, A
     assert [launch["kernel"] for launch in found] == ["_forward", "_forward", "_dq", "_dkv", "_forward"]
     for launch in found:
         check(launch, capability)
-        assert launch["in place"] == launch["name"].endswith("onto")
         if dtype != "float32":
             assert launch["matrix products"] > 0, launch
     return found
@@ -111,7 +111,6 @@ def check_decode(capability: int, sizes: str, dtype: str) -> list[dict[str, Any]
     ], "two launches for 128k slots"
     for launch in found:
         check(launch, capability)
-        assert not launch["in place"], launch
         if dtype != "float32" and launch["kernel"] == "_decode":
             assert launch["matrix products"] > 0, launch
     return found
@@ -137,11 +136,8 @@ def test_decode_of_every_head_size_compiles_and_fits(capability: int, sizes: str
 def check_in_place(capability: int, what: str) -> None:
     *right, planted = compiled(what, capability)
     for launch in right:
-        assert launch["in place"], launch
         check(launch, capability)
-    assert planted["name"] == "without its barrier" and planted["in place"]
-    assert planted["instructions"]["st.global.b32"] == 1, "of the lse"
-    assert any("st.global.b32 " in sentence for sentence in planted["unordered"]), planted
+    assert planted["name"] == "without its barrier" and not planted["waits"]
 
 
 def test_in_place_stores_wait_for_readers() -> None:
