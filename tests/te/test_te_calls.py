@@ -83,7 +83,7 @@ def test_the_stand_in_of_other_tests_has_the_real_parameters(library: te.Library
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_question_for_a_kernel_is_made_of_real_types(library: te.Library, dtype: torch.dtype) -> None:
     for causal in (True, False):
-        asked = library.parameters(**te.query_arguments(CallInfo(torch.device("cuda"), dtype, 192, 128), causal, True))
+        asked = library.parameters(**te.query_arguments(CallInfo(torch.device("cuda"), dtype, 192, 128), causal))
         for name, annotation in inspect.get_annotations(type(asked), eval_str=True).items():
             value = getattr(asked, name)
             assert isinstance(value, annotation), f"{name} is {value!r}, not a {annotation}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import fake_te
 import library_tiles
@@ -14,7 +15,8 @@ from oracle import Case, assert_close
 
 from cp_plugin.engine.core.block import Scores
 from cp_plugin.engine.core.problem import CallInfo
-from cp_plugin.engine.kernels.backends import te
+from cp_plugin.engine.core.scaling import E4M3, E5M2
+from cp_plugin.engine.kernels.backends import te, te_fp8
 from cp_plugin.engine.kernels.backends.te import TransformerEngine
 
 CUDA = torch.device("cuda")
@@ -107,6 +109,20 @@ def test_a_library_that_fails_when_asked(patch: pytest.MonkeyPatch) -> None:
 
     fake_te.install(patch, get_fused_attn_backend=query)
     assert refused() == "Transformer Engine 2.20.2 fails to select a kernel: no driver"
+
+
+def test_an_fp8_kernel_for_some_sizes_of_tiles_is_refused(patch: pytest.MonkeyPatch) -> None:
+    """As cuDNN's before 9.7; striped tokens have tiles that are one token shorter."""
+
+    def query(asked: fake_te.Given) -> tuple[fake_te.Kinds, str]:
+        fits = all(asked[f"max_seqlen_{side}"] % 128 == 0 for side in ("q", "kv"))
+        return (fake_te.Kinds.FP8, "") if fits else (fake_te.Kinds.No_Backend, "multiples of 128")
+
+    fake_te.install(patch, get_fused_attn_backend=query)
+    patch.setattr(te_fp8, "load", lambda: SimpleNamespace(types={E4M3: "e4m3", E5M2: "e5m2"}))
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    reason = te_fp8.BACKEND.unsupported(CallInfo(CUDA, torch.bfloat16, 128, 128))
+    assert "has no FP8 kernel for no_mask, torch.bfloat16, head sizes 128, 128: multiples of 128" in str(reason)
 
 
 def test_results_of_another_shape_are_refused(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -69,7 +69,7 @@ class TransformerEngine(TakesOut):
 
     def unsupported(self, call: CallInfo) -> str | None:
         reason = no_half_on_cuda("Transformer Engine's attention", call)
-        return reason or _refusal(call, must_be_deterministic())
+        return reason or refusal(call, "F16_arbitrary_seqlen", query_arguments)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
         out, statistics = load().forward(**forward_arguments(tile_arguments(q, k, v, diagonal, scores)))[:2]
@@ -147,12 +147,12 @@ def backward_arguments(tile: Arguments, dout: Tensor, lse: Tensor, out: Tensor) 
     }
 
 
-def query_arguments(call: CallInfo, causal: bool, deterministic: bool) -> Arguments:
+def query_arguments(call: CallInfo, causal: bool) -> Arguments:
     """``FusedAttentionParams`` that ask TE for a kernel for such tiles."""
     tables, te_dtype = load().tables, load().dtypes[call.dtype]
     return {
         "is_training": True,
-        "deterministic": deterministic,
+        "deterministic": must_be_deterministic(),
         "attn_mask_type": tables.AttnMaskType[_mask(causal)],
         "bottom_right_diagonal": False,
         "attn_scale": call.head_dim**-0.5,
@@ -167,28 +167,32 @@ def query_arguments(call: CallInfo, causal: bool, deterministic: bool) -> Argume
     }
 
 
-def row_offsets(batch: int, rows: int, device: torch.device) -> Tensor:
-    """Cumulative lengths of a dense batch: int32 ``[batch + 1]``."""
-    return torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)
+def refusal(call: CallInfo, kind: str, ask: Callable[[CallInfo, bool], Arguments]) -> str | None:
+    """Why TE has no kernel of that kind for such full or causal tiles, or None.
 
-
-@lru_cache
-def _refusal(call: CallInfo, deterministic: bool) -> str | None:
+    ask: makes ``query_arguments``; ImportError or TypeError: the library cannot be used.
+    """
     try:
-        library = load()
+        questions = [ask(call, causal) for causal in (False, True)]
     except (ImportError, TypeError) as wrong:
         return str(wrong)
-    for causal in (False, True):
-        asked = query_arguments(call, causal, deterministic)
+    library = load()
+    for asked in questions:
         try:
             with torch.cuda.device(call.device):
                 found, reason = library.query(library.parameters(**asked))
         except RuntimeError as wrong:
             return f"Transformer Engine {library.version} fails to select a kernel: {wrong}"
-        if found != library.tables.FusedAttnBackend["F16_arbitrary_seqlen"]:
-            what = f"{_mask(causal)}, {call.dtype}, head sizes {call.head_dim}, {call.v_head_dim}"
-            return f"Transformer Engine {library.version} has no kernel for {what}: {reason or 'no reason given'}"
+        if found != library.tables.FusedAttnBackend[kind]:
+            what = f"{_mask(asked is questions[1])}, {call.dtype}, head sizes {call.head_dim}, {call.v_head_dim}"
+            name = "FP8 kernel" if kind == "FP8" else "kernel"
+            return f"Transformer Engine {library.version} has no {name} for {what}: {reason or 'no reason given'}"
     return None
+
+
+def row_offsets(batch: int, rows: int, device: torch.device) -> Tensor:
+    """Cumulative lengths of a dense batch: int32 ``[batch + 1]``."""
+    return torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)
 
 
 def tile_arguments(q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> Arguments:

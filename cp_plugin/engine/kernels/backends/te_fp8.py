@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -39,7 +39,7 @@ from cp_plugin.engine.core.scaling import (
 from cp_plugin.engine.core.spelling import spelled
 from cp_plugin.engine.kernels import fused
 from cp_plugin.engine.kernels.backends import te
-from cp_plugin.engine.kernels.backends.sdpa import is_causal, no_half_on_cuda
+from cp_plugin.engine.kernels.backends.sdpa import no_half_on_cuda
 from cp_plugin.engine.kernels.backends.signatures import parameters
 
 HOPPER = (9, 0)
@@ -76,15 +76,9 @@ class TransformerEngineFp8:
         if capability < HOPPER:
             shown, needed = (".".join(map(str, c)) for c in (capability, HOPPER))
             return f"FP8 attention needs compute capability {needed} (Hopper), and {call.device} has {shown}"
-        try:
-            load()
-        except (ImportError, TypeError) as wrong:
-            return str(wrong)
-        return unsupported_tile(call, False) or unsupported_tile(call, True)
+        return te.refusal(call, "FP8", query_arguments)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
-        if q.is_cuda:
-            _check_tile(q, k, v, is_causal(q, k, diagonal))
         given = forward_arguments(self.scaling, te.tile_arguments(q, k, v, diagonal, scores))
         out, aux = load().te.forward(**given)[:2]
         self.scaling.record("out", given["o_quantizer"].amax)
@@ -170,44 +164,18 @@ def backward_arguments(scaling: Scaling, tile: te.Arguments, dout: Tensor, lse: 
     }
 
 
-def query_arguments(call: CallInfo, causal: bool, sizes: tuple[int, ...] = ()) -> te.Arguments:
-    """``FusedAttentionParams`` that ask TE for an FP8 kernel for such tiles.
+def query_arguments(call: CallInfo, causal: bool) -> te.Arguments:
+    """``FusedAttentionParams`` that ask TE for an FP8 kernel for tiles of any size.
 
-    sizes: batch, query heads, key heads, rows and keys; default: a large tile.
+    The size asked for is odd, as of some striped tiles: before cuDNN 9.7 kernels took multiples of 128 tokens.
     """
-    names = ("batch_size", "num_attn_heads", "num_gqa_groups", "max_seqlen_q", "max_seqlen_kv")
     forward, backward = (load().types[t] for t in (E4M3, E5M2))
     return {
-        **te.query_arguments(call, causal, deterministic=False),
+        **te.query_arguments(call, causal),
         **dict.fromkeys(("qkv_dtype", "o_dtype"), forward),
         **dict.fromkeys(("do_dtype", "dqkv_dtype"), backward),
-        **dict(zip(names, sizes, strict=False)),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), 2047),
     }
-
-
-def _check_tile(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    sizes = (q.size(1), q.size(2), k.size(2), q.size(0), k.size(0))
-    reason = unsupported_tile(CallInfo(q.device, q.dtype, q.size(3), v.size(3)), causal, sizes)
-    if reason is not None:
-        raise ValueError(
-            f"{spelled('fp8', 'compute')} cannot compute this tile: {reason}; use cuDNN 9.7 or newer, tiles of "
-            f"multiples of 128 tokens ({spelled('layout', 'zigzag')}), or {spelled('fp8', 'comm')}"
-        )
-
-
-@lru_cache(maxsize=1024)
-def unsupported_tile(call: CallInfo, causal: bool, sizes: tuple[int, ...] = ()) -> str | None:
-    """Why it cannot run such a tile, or None. sizes: batch, query heads, key heads, rows, keys; default: large."""
-    library = load().te
-    with torch.cuda.device(call.device):
-        found, reason = library.query(library.parameters(**query_arguments(call, causal, sizes)))
-    if found == library.tables.FusedAttnBackend["FP8"]:
-        return None
-    tile = f"{'causal' if causal else 'full'} tiles" + (f" of {sizes[3]} rows and {sizes[4]} keys" if sizes else "")
-    return (
-        f"Transformer Engine {library.version} has no FP8 kernel for {tile}, head sizes {call.head_dim}, "
-        f"{call.v_head_dim}: {reason or 'no reason given'}"
-    )
 
 
 def _quantized(scaling: Scaling, tile: te.Arguments, found: Sequence[Extent]) -> te.Arguments:
