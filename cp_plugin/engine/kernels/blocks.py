@@ -80,8 +80,9 @@ def choose(
         plans: False: ``auto`` takes no library that builds a plan per shape, as for packed documents.
     """
     call = CallInfo.from_problem(problem, device)
-    if options.fp8 == "compute" and options.backend == "auto":
-        backend, why = backends.get(backends.fp8_kernels()[0]), spelled("fp8", "compute")
+    auto = options.backend == "auto"
+    if options.fp8 == "compute" and auto:
+        auto, backend, why = False, backends.get(backends.fp8_kernels()[0]), spelled("fp8", "compute")
         reason = backends.refusal(backend, call)
         if reason is not None:
             raise ValueError(
@@ -89,19 +90,13 @@ def choose(
                 f"FP8 and computes in {str(problem.dtype).removeprefix('torch.')}, or "
                 f"{spelled('backend', backends.fp8_kernels()[1])}, a reference with the same numerics"
             )
-        return Chosen(kernel(_scaled(backend, scaling), problem, device, auto=False), (backend.name,), why)
-    plans = plans and not problem.documents
-    backend, why = backends.choose(options.backend, call, plans=plans)
-    backend = _scaled(backend, scaling)
-    found = kernel(backend, problem, device, auto=options.backend == "auto")
+    else:
+        backend, why = backends.choose(options.backend, call, plans=plans and not problem.documents)
+    if scaling is not None and backends.about(backend).in_fp8:
+        backend = replace(backend, scaling=scaling)  # type: ignore[type-var]
+    found = kernel(backend, problem, device, auto=auto)
     second = (backends.OURS,) if isinstance(found, Either) else ()
     return Chosen(found, (backend.name, *second), why)
-
-
-def _scaled(backend: AnyBackend, scaling: Scaling | None) -> AnyBackend:
-    if scaling is None or not backends.about(backend).in_fp8:
-        return backend
-    return replace(backend, scaling=scaling)  # type: ignore[type-var]
 
 
 def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto: bool) -> BlockKernel:
@@ -128,18 +123,16 @@ class InOrder:
     """Runs of at least this length stay as they are."""
 
     def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
-        rows, keys = (self._order(side, block.mask, queries.q.device) for side in (block.rows, block.keys))
+        rows, keys, block = self._order(block, queries.q.device)
         queries, kv = rows.sort(queries), keys.sort(kv)
-        block = block._replace(rows=rows.segments, keys=keys.segments)
         if rows.order is None:
             return self.inner.forward(queries, kv, block, onto)
         found = self.inner.forward(queries, kv, block)
         return onto if found is None else merge(onto, Partial(*rows.store(*found)))
 
     def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
-        rows, keys = (self._order(side, block.mask, queries.q.device) for side in (block.rows, block.keys))
+        rows, keys, block = self._order(block, queries.q.device)
         queries, kv = rows.sort(queries), keys.sort(kv)
-        block = block._replace(rows=rows.segments, keys=keys.segments)
         if rows.order is None and keys.order is None:
             return self.inner.backward(queries, kv, block, onto)
         grads = self.inner.backward(queries, kv, block)
@@ -147,10 +140,16 @@ class InOrder:
             return None
         return add_sums(onto, Gradients(*rows.store(grads.dq), *keys.store(grads.dk, grads.dv)))
 
-    def _order(self, segments: Segments, mask: Mask, device: torch.device) -> Sorted:
-        if mask.full or (self.enough is not None and min(map(len, segments)) >= self.enough):
-            return Sorted(segments, None)
-        return Sorted(*sort_positions(segments, device))
+    def _order(self, block: Block, device: torch.device) -> tuple[Sorted, Sorted, Block]:
+        """How rows and keys are sorted, and the block of what results."""
+
+        def order(segments: Segments) -> Sorted:
+            if block.mask.full or (self.enough is not None and min(map(len, segments)) >= self.enough):
+                return Sorted(segments, None)
+            return Sorted(*sort_positions(segments, device))
+
+        rows, keys = order(block.rows), order(block.keys)
+        return rows, keys, block._replace(rows=rows.segments, keys=keys.segments)
 
 
 class Sorted(NamedTuple):
@@ -276,22 +275,23 @@ def _depth_order(keys: Segments, mask: Mask, device: torch.device) -> tuple[Tens
 
 
 def _sorted_by_depth(keys: Segments, mask: Mask, device: torch.device) -> tuple[Tensor | None, tuple[Level, ...]]:
-    rows: dict[int, list[Tensor]] = defaultdict(list)
-    held: dict[int, list[range]] = defaultdict(list)
+    held: dict[int, list[tuple[Tensor, range]]] = defaultdict(list)  # rows and positions at each depth
     levels = mask.levels()
     depth_of = {number: depth for depth, (numbers, _) in enumerate(levels) for number in numbers}
     offset = 0
     for segment in keys:
         for number, here in mask.pieces(segment):
-            rows[depth_of[number]].append(torch.arange(offset + here.start, offset + here.stop))
-            held[depth_of[number]].append(segment[here.start : here.stop])
+            rows = torch.arange(offset + here.start, offset + here.stop)
+            held[depth_of[number]].append((rows, segment[here.start : here.stop]))
         offset += len(segment)
-    order, found, begin = torch.cat([row for depth in sorted(rows) for row in rows[depth]]), [], 0
+    order, found, begin = list[Tensor](), list[Level](), 0
     for depth in sorted(held):
-        tokens = sum(map(len, held[depth]))
-        found.append(Level(slice(begin, begin + tokens), join_adjacent(held[depth]), levels[depth][1]))
-        begin += tokens
-    return (order.to(device) if len(found) > 1 else None), tuple(found)
+        of_rows, positions = zip(*held[depth], strict=True)
+        order += of_rows
+        end = begin + sum(map(len, positions))
+        found.append(Level(slice(begin, end), join_adjacent(positions), levels[depth][1]))
+        begin = end
+    return (torch.cat(order).to(device) if len(found) > 1 else None), tuple(found)
 
 
 def _nbytes(found: tuple[Tensor | None, tuple[Level, ...]]) -> int:

@@ -1,7 +1,8 @@
 """Memory-bound operations as one kernel each: merging, permutation, payloads, row sums, convolution, cached decoding.
 
-CUDA tensors use the Triton kernels of ``cp_kernels`` if triton is installed; otherwise the same computation runs in
-plain torch, with several passes. Permutations, payloads and float8 are bit-identical, sums equal up to rounding.
+CUDA tensors use the Triton kernels of the same names in ``cp_kernels``, which describe arguments and results, if triton
+is installed; otherwise the same computation runs in plain torch, with several passes. Permutations, payloads and float8
+are bit-identical, sums equal up to rounding.
 """
 
 from __future__ import annotations
@@ -61,13 +62,7 @@ def _one_kernel[**P, R](module: str | None = None) -> Callable[[Callable[P, R]],
 
 @_one_kernel("merge")
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of all partials, whose key sets are disjoint.
-
-    Args:
-        outs: ``[s, b, h, e]``, each normalised over its own keys.
-        lses: ``[s, b, h]``; -inf in rows that saw no key.
-        dtype: of the output; default: that of the lse, in which sums are kept.
-    """
+    """Attention over the keys of all partials, whose key sets are disjoint."""
     whole = reduce(torch.logaddexp, lses)
     total = outs[0] * _weight(lses[0], whole)
     for out, lse in zip(outs[1:], lses[1:], strict=True):
@@ -85,13 +80,13 @@ def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> 
 
 @_one_kernel("permute")
 def gather_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
-    """``x[order]`` of every tensor ``[s, ...]``; order: int ``[n]`` on their device."""
+    """``x[order]`` of every tensor ``[s, ...]``."""
     return tuple(x[order] for x in tensors)
 
 
 @_one_kernel("permute")
 def scatter_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
-    """The inverse: ``scattered[order[i]] = x[i]``, contiguous; order: a permutation, int ``[s]``."""
+    """The inverse: ``scattered[order[i]] = x[i]``, contiguous."""
     return tuple(x.new_empty(x.shape).index_copy_(0, order, x) for x in tensors)
 
 
@@ -137,12 +132,9 @@ def delta(dout: Tensor, out: Tensor) -> Tensor:
 def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """An ``out'`` for library kernels whose backward requires ``out``; shape ``[s, b, h, e]`` and dtype of dout.
 
-    They use it only for ``delta = rowsum(dout * out)`` (``[s, b, h]``), so any ``out'`` with this delta will do, and a
-    query side can travel as (q, dout, lse, delta):
-
-        out' = dout * delta / rowsum(dout^2)        (0 where dout is 0)
-
-    Its terms have one sign, so there is no cancellation, and |out'| <= |out| per row, so it does not overflow.
+    They use it only for ``delta = rowsum(dout * out)`` (``[s, b, h]``), so a query side can travel as (q, dout, lse,
+    delta), and ``out' = dout * delta / rowsum(dout^2)``, 0 where dout is 0, will do. Its terms have one sign, so there
+    is no cancellation, and |out'| <= |out| per row, so it does not overflow.
     """
     largest = dout.abs().amax(-1).to(delta.dtype)  # gradients of 1e-20 would vanish when squared
     blank = largest == 0
@@ -176,14 +168,7 @@ def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_one_kernel("convolution")
 def convolve(x: Tensor, halo: Tensor, places: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A short causal convolution of ``x [s, b, c]``, in its dtype.
-
-    Args:
-        halo: ``[n, b, c]``: the rows of other ranks that are seen.
-        places: int32 ``[w, s]``: row of the token i before each token; from s on those of the halo; -1: none.
-        weight: ``[c, w]``; its last column is for the token itself.
-        bias: ``[c]``.
-    """
+    """A short causal convolution of ``x [s, b, c]``, in its dtype."""
     rows = torch.cat((x, halo, x.new_zeros((1, *x.shape[1:]))))  # the last one is also number -1
     taps = weight.to(accumulation_dtype(x.dtype)).flip(1).unbind(1)
     out = x * taps[0]
@@ -196,15 +181,7 @@ def convolve(x: Tensor, halo: Tensor, places: Tensor, weight: Tensor, bias: Tens
 def convolve_back(
     dout: Tensor, x: Tensor, after: Tensor, weight: Tensor, returned: Tensor | None = None, home: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the rows ``x [n, b, c]``, in their dtype; and their terms of the gradients of weight and bias,
-    ``[w + 1, c]`` in the accumulation dtype: one row for each column of the weight, then the bias.
-
-    Args:
-        x: this rank's tokens, or its halo.
-        after: int32 ``[w, n]``: the token of ``dout [s, b, c]`` that is i after each row; -1: none here.
-        returned: ``[m, b, c]``: gradients of rows of x, found by other ranks.
-        home: int32 ``[k, n]``: up to k rows of ``returned`` that belong to each row; -1: none.
-    """
+    """Gradient of the rows ``x [n, b, c]``, and their terms of the gradients of weight and bias, ``[w + 1, c]``."""
     wide = accumulation_dtype(x.dtype)
     found = torch.cat((dout, dout.new_zeros((1, *dout.shape[1:])))).to(wide)
     drows, sums = torch.zeros(x.shape, dtype=wide, device=x.device), list[Tensor]()
@@ -242,13 +219,7 @@ def decode(
     """Causal attention of ``q [t, b, h, d]`` to cache slots, in the accumulation dtype; to be merged by
     ``merge_parts``.
 
-    Args:
-        values: None: the first ``v_head_dim`` elements of the keys.
-        held: positions of the slots, int32 ``[n, b]``.
-        positions: consecutive positions of the queries, int32 ``[t, b]``.
-        left: earlier positions that a query sees; -1: all.
-        softcap: cap on the scaled scores; None: no cap.
-        otherwise: the plain torch version, which reads the cache in blocks.
+    otherwise: the plain torch version, which reads the cache in blocks.
     """
     if _kernels(q):
         from cp_kernels.decode import decode as kernel
