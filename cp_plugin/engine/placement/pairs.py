@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+_FAR = 2**40
+"""More tokens than a document has."""
 Intervals = list[tuple[int, int]]
 """Parts (start, stop) of one document on one rank: increasing, not touching."""
 
@@ -19,27 +21,21 @@ class Pairs:
     def __init__(self, left: int | None) -> None:
         """left: earlier tokens that a token sees; None: all of its document."""
         self.left = left
-        self.seen = None if left is None else left + 1
+        self.seen = _FAR if left is None else left + 1
 
     def __call__(self, tokens: int) -> int:
-        if self.seen is None or tokens <= self.seen:
-            return tokens * (tokens + 1) // 2
-        return self.seen * (self.seen + 1) // 2 + (tokens - self.seen) * self.seen
+        seen = min(tokens, self.seen)
+        return seen * (seen + 1) // 2 + (tokens - seen) * self.seen
 
     def many(self, tokens: Ints) -> Ints:
         """Vectorised ``__call__``."""
-        if self.seen is None:
-            return tokens * (tokens + 1) // 2
         seen = np.minimum(tokens, self.seen)
         return seen * (seen + 1) // 2 + (tokens - seen) * self.seen
 
     def tokens(self, pairs: int) -> int:
         """The most tokens that see at most so many keys in total."""
-        full = None if self.seen is None else self.seen * (self.seen + 1) // 2
-        if full is None or pairs <= full:
-            return (isqrt(8 * pairs + 1) - 1) // 2
-        assert self.seen is not None
-        return self.seen + (pairs - full) // self.seen
+        full = self(self.seen)
+        return (isqrt(8 * pairs + 1) - 1) // 2 if pairs <= full else self.seen + (pairs - full) // self.seen
 
     def count(self, parts: Iterable[tuple[int, int]]) -> int:
         """Work of these parts of one document."""
@@ -47,11 +43,9 @@ class Pairs:
 
     def missing(self, parts: Intervals) -> int:
         """Keys that these parts of a document see and do not contain."""
-        if self.left is None:
-            return parts[-1][1] - sum(stop - start for start, stop in parts) if parts else 0
         found = end = 0
         for start, stop in parts:
-            found += start - max(0, start - self.left, end) if start > end else 0
+            found += start - max(start + 1 - self.seen, end) if start > end else 0
             end = stop
         return found
 
