@@ -110,9 +110,9 @@ def memory_bound(step: Step) -> None:
     x, total, total_lse = outs[0], random(tokens, 1, heads, size), lses[0].clone()
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)).to(step.device)
     strided = torch.arange(tokens).view(-1, 4).t().reshape(-1).to(step.device)
-    packed, exponents = payload.pack(x, BLOCK)
+    packed, like = payload.pack_message((x,), ((tokens,),), BLOCK), (((1, heads, size),), (x.dtype,), ((tokens,),))
     one, rows = x.nbytes, lses[0].nbytes
-    both = one + packed.nbytes + exponents.nbytes
+    both = one + packed.nbytes
     passes = {
         "merge, 4 partials": Pass(lambda: merge.merge(outs.unbind(), lses.unbind(), x.dtype), 5 * (one + rows)),
         "merge, 2 partials": Pass(lambda: merge.merge(outs[:2].unbind(), lses[:2].unbind(), x.dtype), 3 * (one + rows)),
@@ -120,8 +120,8 @@ def memory_bound(step: Step) -> None:
         "gather_rows, of a gathered grid": Pass(lambda: permute.gather_rows((x,), strided), 2 * one),
         "gather_rows, at random": Pass(lambda: permute.gather_rows((x,), order), 2 * one, None),
         "scatter_rows, of a gathered grid": Pass(lambda: permute.scatter_rows((x,), strided), 2 * one),
-        "pack": Pass(lambda: payload.pack(x, BLOCK), both, None),
-        "unpack": Pass(lambda: payload.unpack(packed, exponents, BLOCK, x.dtype), both, None),
+        "pack": Pass(lambda: payload.pack_message((x,), ((tokens,),), BLOCK), both, None),
+        "unpack": Pass(lambda: payload.unpack_message(packed, *like, BLOCK)[0], both, None),
     }
     against_a_copy(step, "bandwidth over a copy's", passes, outs)
 

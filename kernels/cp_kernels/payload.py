@@ -42,15 +42,10 @@ def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
         ValueError: for another dtype or shape, or block < 1.
     """
     _check(x, block)
-    s, b, h, d = x.shape
-    payload = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    exponents = torch.empty((triton.cdiv(s, block), b, h), dtype=torch.uint8, device=x.device)
-    if x.numel():
-        _pack_kernel[(exponents.numel(),)](
-            bits(x), payload.view(torch.uint8), exponents, s, b, h, x.stride(0), x.stride(1), x.stride(2),
-            HARDWARE=converts(x), INDEX=index_type(max(reach(x.shape, x.stride()), x.numel())), **_blocks(block, d),
-        )  # fmt: skip
-    return payload, exponents
+    s, b, h, _ = x.shape
+    message = pack_message((x,), ((s,),), block)
+    elements, exponents = message.split((x.numel(), len(message) - x.numel()))
+    return elements.view(torch.float8_e4m3fn).view(x.shape), exponents.view(triton.cdiv(s, block), b, h)
 
 
 def unpack(payload: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -> Tensor:
@@ -60,16 +55,8 @@ def unpack(payload: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -
         ValueError: for another dtype than ``pack`` takes, or exponents that do not match the payload.
     """
     _check_packed(payload, exponents, block, dtype)
-    s, b, h, d = payload.shape
-    x = torch.empty(payload.shape, dtype=dtype, device=payload.device)
-    exponents = exponents.contiguous()
-    if x.numel():
-        _unpack_kernel[(exponents.numel(),)](
-            payload.view(torch.uint8), exponents, bits(x), s, b, h, payload.stride(0), payload.stride(1),
-            payload.stride(2), HARDWARE=converts(x),
-            INDEX=index_type(max(reach(payload.shape, payload.stride()), x.numel())), **_blocks(block, d),
-        )  # fmt: skip
-    return x
+    message = torch.cat((payload.view(torch.uint8).flatten(), exponents.flatten()))
+    return unpack_message(message, (tuple(payload.shape[1:]),), (dtype,), ((len(payload),),), block)[0]
 
 
 def pack_message(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], block: int) -> Tensor:
@@ -179,7 +166,7 @@ def _planned(
         table=table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device),
         shapes=tuple((len(found), *shape) for found, shape in zip(blocks, shapes, strict=True)),
         sizes={"ALIGNED": math.gcd(16, *(entry[2] for found in blocks for entry in found))}
-        | {name: n for name, n in _blocks(block, max(1, *(d for _, _, d in shapes))).items() if name != "D"},
+        | _blocks(block, max(1, *(d for _, _, d in shapes))),
     )
 
 
@@ -206,41 +193,7 @@ def _check_packed(payload: Tensor, exponents: Tensor, block: int, dtype: torch.d
 def _blocks(block: int, d: int) -> dict[str, int]:
     width = triton.next_power_of_2(d)
     rows = max(1, min(triton.next_power_of_2(block), ELEMENTS // width))
-    return {"BLOCK": block, "D": d, "ROWS": rows, "WIDTH": width, "num_warps": 8 if rows * width > 4096 else 4}
-
-
-@triton.jit
-def _pack_kernel(
-    x, payload, exponents, s, b, h, s_apart, b_apart, h_apart,
-    BLOCK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HARDWARE: tl.constexpr,
-    INDEX: tl.constexpr,
-):  # fmt: skip
-    """One exponent and its block."""
-    program = tl.program_id(0).to(INDEX)
-    first = program // (b * h) * BLOCK
-    b_i = program // h % b
-    h_i = program % h
-    _pack_block(
-        x + first * s_apart + b_i * b_apart + h_i * h_apart, s_apart, payload + ((first * b + b_i) * h + h_i) * D,
-        b * h * D, exponents + program, s - first, D, BLOCK, ROWS, WIDTH, HARDWARE, INDEX,
-    )  # fmt: skip
-
-
-@triton.jit
-def _unpack_kernel(
-    payload, exponents, x, s, b, h, s_apart, b_apart, h_apart,
-    BLOCK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HARDWARE: tl.constexpr,
-    INDEX: tl.constexpr,
-):  # fmt: skip
-    """The block of one exponent."""
-    program = tl.program_id(0).to(INDEX)
-    first = program // (b * h) * BLOCK
-    b_i = program // h % b
-    h_i = program % h
-    _unpack_block(
-        payload + first * s_apart + b_i * b_apart + h_i * h_apart, s_apart, exponents + program,
-        x + ((first * b + b_i) * h + h_i) * D, b * h * D, s - first, D, BLOCK, ROWS, WIDTH, HARDWARE, INDEX,
-    )  # fmt: skip
+    return {"BLOCK": block, "ROWS": rows, "WIDTH": width, "num_warps": 8 if rows * width > 4096 else 4}
 
 
 @triton.jit

@@ -94,10 +94,6 @@ def copies(d: int, dtype: torch.dtype) -> dict[str, Call]:
     def order() -> Tensor:
         return on_cuda(128, dtype=torch.int64)
 
-    def unpack() -> object:
-        packed = on_cuda(128, 1, 8, d, dtype=torch.float8_e4m3fn), on_cuda(2, 1, 8, dtype=torch.uint8)
-        return payloads.unpack(*packed, 64, dtype)
-
     rows, shapes = (TOKENS, TOKENS // 2, 128), [(1, 8, d), (1, 8, max(1, d // 2))]
 
     def pack_message() -> object:
@@ -111,8 +107,6 @@ def copies(d: int, dtype: torch.dtype) -> dict[str, Call]:
         "gather_rows": lambda: permute.gather_rows((x(),), order()),
         "gather_rows of heads": lambda: permute.gather_rows((x()[:, :, :2],), order()),
         "scatter_rows": lambda: permute.scatter_rows((x(),), order()),
-        "pack": lambda: payloads.pack(x(), 64),
-        "unpack": unpack,
         "pack_message": pack_message,
         "unpack_message": unpack_message,
     }
@@ -207,7 +201,7 @@ def in_64_bits(module: ModuleType, call: Call) -> Call:
 def memory_bound(d: int, dtype: torch.dtype) -> dict[str, Call]:
     """All kernels but attention, also with 64-bit offsets."""
     found = merges(d, dtype) | copies(d, dtype) | row_terms(d, dtype) | float8s(d, dtype) | convolutions(8 * d, dtype)
-    long = {"gather_rows": permute} | dict.fromkeys(("pack", "unpack", "pack_message", "unpack_message"), payloads)
+    long = {"gather_rows": permute} | dict.fromkeys(("pack_message", "unpack_message"), payloads)
     long |= {"convolve": convolution, "convolve_back": convolution}
     long |= dict.fromkeys(("merge", "delta", "out_from_delta", "extents", "quantize e4m3"), row_blocks)
     return found | {f"{name}, 64 bits": in_64_bits(module, found[name]) for name, module in long.items()}

@@ -48,11 +48,6 @@ def permuted(cut: Callable[[Tensor], Tensor]) -> Callable[[Tensor], object]:
     return call
 
 
-def packed(x: Tensor) -> tuple[Tensor, Tensor]:
-    blocks = x.size(0) // 64, *x.shape[1:-1]
-    return x.to(torch.float8_e4m3fn), torch.empty(blocks, dtype=torch.uint8, device="meta")
-
-
 def unpacked(x: Tensor) -> object:
     shape = tuple(x.shape[1:])
     message = torch.empty(x.numel() + x.size(0) // 64 * x.size(2), dtype=torch.uint8, device="meta")
@@ -81,10 +76,8 @@ CALLS: dict[str, tuple[ModuleType, str, Callable[[Tensor], object]]] = {
     "quantize half": (float8, "_round_kernel", lambda x: float8.quantize(half(x), ONE, torch.float8_e4m3fn)),
     "permute": (permute, "_permute_kernel", permuted(lambda x: x)),
     "permute half": (permute, "_permute_kernel", permuted(half)),
-    "pack": (payload, "_pack_kernel", lambda x: payload.pack(x, 64)),
-    "pack half": (payload, "_pack_kernel", lambda x: payload.pack(half(x), 64)),
-    "unpack": (payload, "_unpack_kernel", lambda x: payload.unpack(*packed(x), 64, torch.bfloat16)),
-    "pack_message": (payload, "_pack_message_kernel", lambda x: payload.pack_message([x], [(len(x),)], 64)),
+    "pack": (payload, "_pack_message_kernel", lambda x: payload.pack(x, 64)),
+    "pack half": (payload, "_pack_message_kernel", lambda x: payload.pack(half(x), 64)),
     "unpack_message": (payload, "_unpack_message_kernel", unpacked),
     "convolve": (convolution, "_forward_kernel", convolved(back=False)),
     "convolve_back": (convolution, "_backward_kernel", convolved(back=True)),
