@@ -1,4 +1,4 @@
-"""The permutation kernel, interpreted, bit for bit against torch's indexing."""
+"""The permutation kernel, interpreted, bit for bit against torch's indexing. Any strides: ``test_fused``."""
 
 from __future__ import annotations
 
@@ -46,27 +46,6 @@ def test_rows_of_several_blocks() -> None:
     """More words and more rows than a program copies."""
     for x in (bits((3, 9, 2000), torch.float32), bits((4100, 1), torch.float64), bits((300, 70), torch.int64)):
         check(x, shuffled(x.size(0)))
-
-
-VIEWS = {
-    "a slice of the heads": lambda x: x[:, :, 2:5],
-    "a slice of the sizes": lambda x: x[..., 1:4],
-    "a slice of the batch": lambda x: x[:, 1:],
-    "one head": lambda x: x[:, :, 3],
-    "every other token": lambda x: x[::2],
-    "heads first": lambda x: x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3),
-    "statistics, heads first": lambda x: x[..., 0].permute(1, 2, 0).contiguous().permute(2, 0, 1),
-    "transposed": lambda x: x.transpose(0, 3),
-    "three strides": lambda x: x[:, ::2, ::2, ::2],
-    "one row for all": lambda x: x[:1].expand(5, -1, -1, -1),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-@pytest.mark.parametrize("view", VIEWS)
-def test_any_strides(view: str, dtype: torch.dtype) -> None:
-    x = VIEWS[view](bits((6, 3, 8, 5), dtype))
-    check(x, shuffled(x.size(0)))
 
 
 def test_a_gather_may_take_some_rows_or_a_row_twice() -> None:

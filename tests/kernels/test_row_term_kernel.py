@@ -1,4 +1,4 @@
-"""Delta and the stand-in for out, interpreted, against plain torch and float64. Any strides: ``test_fused``."""
+"""The stand-in for out, interpreted, against plain torch and float64. Any size, dtype and strides: ``test_fused``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ inf, nan = torch.inf, torch.nan
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN and of 0 / 0
 SHAPE = (5, 2, 3)
 """Tokens, batch, heads."""
-EXACT = {torch.float16: 2**-11, torch.bfloat16: 2**-7, torch.float32: 2**-22, torch.float64: 2**-50}
+EXACT = {torch.bfloat16: 2**-7, torch.float32: 2**-22}
 """Half a unit of the last place, and a few for sums; the interpreter cuts bfloat16 off."""
 
 
@@ -26,33 +26,11 @@ def given(e: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Te
     return dout.to(dtype), out.to(dtype)
 
 
-def sums(dout: Tensor) -> torch.dtype:
-    return torch.float64 if dout.dtype == torch.float64 else torch.float32
-
-
-def check_delta(dout: Tensor, out: Tensor) -> None:
-    got = kernel.delta(dout, out)
-    assert got.dtype == sums(dout) and got.is_contiguous()
-    product = dout.double() * out.double()
-    rounding = EXACT[sums(dout)] * 8
-    error = (got.double() - product.sum(-1)).abs()
-    assert (error <= rounding * product.abs().sum(-1)).all()
-    torch.testing.assert_close(got, fused.delta(dout, out), rtol=1e-5, atol=1e-5)
-
-
 def check_out(dout: Tensor, delta: Tensor) -> None:
     got, want = kernel.out_from_delta(dout, delta), fused.out_from_delta(dout, delta)
     assert got.dtype == want.dtype == dout.dtype and got.is_contiguous()
     smallest = torch.finfo(dout.dtype).smallest_normal
     torch.testing.assert_close(got, want, rtol=4 * EXACT[dout.dtype], atol=4 * smallest, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", kernel.DTYPES)
-@pytest.mark.parametrize("e", [1, 64, 80, 128, 192, 256])
-def test_any_size_and_dtype(e: int, dtype: torch.dtype) -> None:
-    dout, out = given(max(e, 3), dtype)
-    check_delta(dout[..., -e:], out[..., -e:])
-    check_out(dout, kernel.delta(dout, out))
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e-20, 1.0, 1e20, 1e36])
