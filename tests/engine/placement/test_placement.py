@@ -8,11 +8,10 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from exact_placement import ON_EIGHT, fewest_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_cases import positions, seen
-from nightly import NIGHT, nightly
+from nightly import NIGHT
 
 from cp_plugin.engine.core.layout import Layout
 from cp_plugin.engine.core.mask import Mask
@@ -149,7 +148,21 @@ ON_FOUR = {
     (16,): 12, (2, 14): 10, (8, 8): 4, (2, 3, 11): 8, (4, 4, 4, 4): 0, (1, 1, 2, 5, 7): 5, (1, 2, 3, 3, 3, 4): 3,
     (1, 1, 1, 2, 2, 2, 3, 4): 2, (3, 13): 9, (7, 9): 6, (1, 2, 4, 4, 5): 2, (1, 1, 1, 1, 2, 2, 3, 5): 3,
 }  # fmt: skip
-"""Packs of 16 blocks on 4 ranks -> ``fewest_blocks`` at 1.05; of the last four no placement is within 1.03."""
+"""Packs of 16 blocks on 4 ranks -> the fewest blocks that the busiest rank receives or sends, by exhaustive search over
+all placements of blocks with at most 1.05 of the mean work; of the last four no placement is within 1.03."""
+ON_EIGHT = {
+    (8, 8): 6, (6, 5, 4, 3, 3, 2, 1): 4, (6, 5, 5, 3, 2, 2, 1): 4, (6, 6, 4, 3, 1, 1, 1, 1, 1): 4,
+    (7, 7, 5, 3, 1, 1): 5, (8, 7, 6, 1, 1, 1): 7, (9, 7, 3, 2, 1, 1, 1): 7, (10, 6, 5, 2, 1): 8, (10, 8, 3, 2, 1): 8,
+    (12, 6, 4, 2): 11, (13, 5, 4, 1, 1): 12, (13, 5, 4, 2): 12, (13, 9, 2): 10, (13, 10, 1): 10, (14, 9, 1): 12,
+    (15, 3, 3, 3): 13, (15, 5, 3, 1): 13, (16, 5, 3): 14, (16, 7, 1): 14, (17, 5, 2): 14, (18, 4, 2): 15, (19, 5): 16,
+    (20, 4): 17, (22, 2): 19, (5, 5, 4, 4, 4, 3, 3, 2, 1, 1): 3, (6, 6, 4, 3, 3, 3, 2, 2, 2, 1): 4,
+    (7, 7, 5, 5, 3, 3, 2): 5, (8, 6, 5, 4, 4, 3, 1, 1): 5, (8, 6, 6, 5, 2, 2, 1, 1, 1): 5,
+    (8, 7, 5, 4, 3, 2, 1, 1, 1): 5, (8, 8, 4, 4, 2, 2, 2, 1, 1): 6, (8, 8, 5, 5, 2, 2, 1, 1): 5,
+    (9, 8, 4, 3, 2, 2, 2, 1, 1): 6, (10, 7, 4, 3, 2, 2, 1, 1, 1, 1): 8, (12, 6, 4, 3, 3, 2, 1, 1): 10,
+    (13, 8, 4, 3, 2, 1, 1): 10, (13, 9, 4, 3, 1, 1, 1): 10, (13, 13, 3, 2, 1): 9, (14, 6, 4, 2, 2, 1, 1, 1, 1): 12,
+    (16, 8, 3, 2, 2, 1): 13, (16, 9, 5, 2): 13, (17, 6, 5, 2, 1, 1): 14, (18, 4, 4, 3, 2, 1): 15, (31, 1): 27,
+}  # fmt: skip
+"""Packs of 24 and 32 blocks on 8 ranks, the same."""
 OPTIMA = [(4, *known) for known in ON_FOUR.items()] + [(8, *known) for known in ON_EIGHT.items()]
 
 
@@ -158,19 +171,6 @@ def test_against_exhaustive_search(size: int, blocks: tuple[int, ...], fewest: i
     placed = place([BLOCK * n for n in blocks], size)
     assert placed.most <= 1.2 * fewest * BLOCK
     assert placed.balance <= 1.05 or blocks in list(ON_FOUR)[-4:]
-
-
-@nightly
-@pytest.mark.parametrize(("size", "blocks"), {2: 14, 3: 15, 4: 16, 5: 15, 6: 18}.items())
-def test_random_packs_against_exhaustive_search(size: int, blocks: int) -> None:
-    rng = np.random.default_rng(size)
-    for _ in range(16):
-        cuts = np.sort(rng.choice(np.arange(1, blocks), rng.integers(0, 8), replace=False))
-        lengths = np.diff([0, *cuts, blocks]).tolist()
-        placed = place([n * BLOCK for n in lengths], size)
-        assert placed.balance <= 1.05 or fewest_blocks(lengths, size, BLOCK, 1.03) is None, lengths
-        if best := fewest_blocks(lengths, size, BLOCK, 1.05):
-            assert placed.most <= 1.2 * best * BLOCK, lengths
 
 
 @given(packs(most=4000), st.integers(1, 6), st.integers(1, 64))
