@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
 
@@ -17,11 +15,3 @@ collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
 def pytest_report_header() -> str:
     """Say what was left out, and how to run it."""
     return "Triton kernels: interpreted" if INTERPRETED else "tests/kernels: left out; they need TRITON_INTERPRET=1"
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Without a working interpreter one test fails (``test_interpreter.py``) and one reason covers the rest."""
-    from cp_kernels.interpreter import broken
-
-    if item.path.name != "test_interpreter.py" and (reason := broken()):
-        pytest.skip(reason)

@@ -37,13 +37,8 @@ class Triton:
         ):
             if importlib.util.find_spec(module) is None:
                 return f"{module} is not installed ({advice})"
-        if call.device.type == "cpu":
-            if os.environ.get("TRITON_INTERPRET") != "1":
-                return "Triton's kernels run on CUDA devices; on the CPU only for tests, under TRITON_INTERPRET=1"
-            from cp_kernels.interpreter import broken
-
-            if reason := broken():
-                return reason
+        if call.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "Triton's kernels run on CUDA devices; on the CPU only for tests, under TRITON_INTERPRET=1"
         if call.device.type not in ("cpu", "cuda"):
             return f"Triton's kernels do not run on {call.device.type}"
         if call.device.type == "cuda" and torch.cuda.get_device_capability(call.device) < (8, 0):
