@@ -72,7 +72,8 @@ class Layout:
         """
         if size == 1:
             return x
-        parts = [x[_index_along(dim, s, x.dim())] for s in self.segments(x.size(dim), size, index)]
+        before = (slice(None),) * (dim % x.dim())
+        parts = [x[(*before, as_slice(s))] for s in self.segments(x.size(dim), size, index)]
         return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim)
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
@@ -80,16 +81,9 @@ class Layout:
         size = len(shards)
         if size == 1:
             return shards[0]
-        local = shards[0].size(dim)
-        shape = list(shards[0].shape)
-        shape[dim] = local * size
-        whole = shards[0].new_empty(shape)
-        for index, shard in enumerate(shards):
-            offset = 0
-            for s in self.segments(local * size, size, index):
-                whole[_index_along(dim, s, whole.dim())] = shard.narrow(dim, offset, len(s))
-                offset += len(s)
-        return whole
+        joined = torch.cat(tuple(shards), dim)
+        held = [self.positions(joined.size(dim), size, index, joined.device) for index in range(size)]
+        return joined.index_select(dim, torch.cat(held).argsort())
 
 
 def join_adjacent(segments: Sequence[range]) -> Segments:
@@ -182,10 +176,6 @@ def take(x: Tensor, r: range) -> Tensor:
     if r.step == 1 and len(r) == x.size(0):
         return x
     return x[as_slice(r)] if r.step > 0 else x[as_slice(r[::-1])].flip(0)
-
-
-def _index_along(dim: int, r: range, ndim: int) -> tuple[slice, ...]:
-    return (slice(None),) * (dim % ndim) + (as_slice(r),)
 
 
 def _contiguous(seq_length: int, size: int, index: int) -> Segments:

@@ -52,7 +52,6 @@ class Option(str):
         _DECLARED.add(self.name)
         if self.choices:
             self.read = lambda text: text if text in self.choices else None
-        self.write = self.write or " or ".join(self.choices)
 
     @property
     def flag(self) -> str:

@@ -30,7 +30,7 @@ from cp_plugin.engine.core.tiles import Tile, may_meet, square_tiles, tiles
 from cp_plugin.engine.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Shard, Sums
 from cp_plugin.engine.kernels import backends, fused
 from cp_plugin.engine.kernels.backends import AnyBackend, Backend, BlockBackend, BlockKernel
-from cp_plugin.engine.kernels.cost import Cost, Sizes, Speeds, cost, speeds
+from cp_plugin.engine.kernels.cost import Sizes, Speeds, cost, speeds
 from cp_plugin.engine.kernels.merge import accumulator, add, add_rows, add_sums, merge, merge_rows
 
 
@@ -319,13 +319,10 @@ class Either:
     def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
         return self._choose(queries, kv, block).backward(queries, kv, block, onto)
 
-    def cost(self, block: Block, sizes: Sizes) -> Cost:
-        """The estimate for a block, and which of the two runs it."""
-        return cost(*block.area, sizes, self.speeds, self.own.enough or 0)
-
     def _choose(self, queries: Queries, kv: KeyValues, block: Block) -> InOrder:
         sizes = Sizes.from_tensors(queries.q, kv.k, kv.v)
-        return InOrder(self.library) if self.cost(block, sizes).by_library else self.own
+        found = cost(*block.area, sizes, self.speeds, self.own.enough or 0)
+        return InOrder(self.library) if found.by_library else self.own
 
 
 @dataclass(frozen=True, slots=True)

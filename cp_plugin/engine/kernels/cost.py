@@ -67,8 +67,6 @@ class Cost(NamedTuple):
     """Library calls per direction; None: not counted."""
     library_s: float
     own_s: float
-    why: str
-    """The reason for the choice."""
 
     @property
     def by_library(self) -> bool:
@@ -98,22 +96,22 @@ def cost(rows: Segments, keys: Segments, mask: Mask, sizes: Sizes, at: Speeds | 
         enough: run length from which our kernels skip sorting.
     """
     if at is None and (mask.windowed or mask.packed):
-        return Cost(None, 1.0, 0.0, "a sliding window or packed documents")
+        return Cost(None, 1.0, 0.0)
     (q_runs, q_order), (k_runs, k_order) = sort_positions(rows, _CPU), sort_positions(keys, _CPU)
     found = tiles_up_to(MOST, q_runs, k_runs, mask)
     if found is None:
-        return Cost(None, 1.0, 0.0, f"more than {MOST} tiles")
+        return Cost(None, 1.0, 0.0)
     parts = [part for tile in found for part in tile.cut()]
     if len(parts) <= 1:
-        return Cost(len(parts), 0.0, 1.0, "one tile")
+        return Cost(len(parts), 0.0, 1.0)
     if at is None:
-        return Cost(len(parts), 1.0, 0.0, "several tiles")
+        return Cost(len(parts), 1.0, 0.0)
     tokens = [sum(map(len, side)) for side in (rows, keys)]
     unsorted = [0 if order is None else n for order, n in zip((q_order, k_order), tokens, strict=True)]
     library, own = estimate_tiles(found, *tokens, *unsorted, sizes, at)
     short = [n if min(map(len, side)) < enough else 0 for side, n in zip((rows, keys), unsorted, strict=True)]
     own += _ordering(*short, sizes, at)
-    return Cost(len(parts), library, own, f"{library * 1e3:.3g} ms in tiles, {own * 1e3:.3g} ms in one launch")
+    return Cost(len(parts), library, own)
 
 
 def estimate_tiles(

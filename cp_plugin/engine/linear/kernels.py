@@ -55,20 +55,13 @@ class Choice(NamedTuple):
     why: str
 
 
-def unsupported(name: str, device: torch.device, problem: Problem) -> str | None:
-    """Why a kernel cannot compute a call on this device with what is installed here; None if it can."""
-    check_name(name)
-    if name != "fla":
-        return None
-    return fla.unsupported(device, problem) or fla.lacking(device, problem)
-
-
 def choose(name: str, device: torch.device, problem: Problem) -> Choice:
     """The named kernel, or for ``auto`` the fastest one that supports the call. ValueError for an unknown name or a
     kernel that cannot run this. For ``auto`` also if per-dimension decay (GLA) would fall back to plain torch only for
     what this machine lacks for fla: that computes all pairs of 16 tokens in every dimension."""
-    reason = unsupported("fla", device, problem)
     check_name(name)
+    missing = fla.unsupported(device, problem)
+    reason = missing or fla.lacking(device, problem)
     if name == "fla" and reason is not None:
         instead = spelled("backend", "chunked", "auto")
         raise ValueError(f"{spelled('backend', 'fla')} cannot run here: {reason}; use {instead}")
@@ -76,7 +69,7 @@ def choose(name: str, device: torch.device, problem: Problem) -> Choice:
         return Choice(KERNELS[name], "requested")
     if reason is None:
         return Choice(KERNELS["fla"], "the kernels of flash-linear-attention run here")
-    if problem.decay == "key" and fla.unsupported(device, problem) is None:
+    if problem.decay == "key" and missing is None:
         raise ValueError(
             f"{spelled('backend', 'auto')}: a decay per key dimension (gla) on CUDA needs the kernels of "
             f"flash-linear-attention: {reason}. Plain torch, {spelled('backend', 'chunked')}, runs without them, but "

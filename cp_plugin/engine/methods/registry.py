@@ -157,16 +157,14 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Reso
             option.check(value)
     if unused:
         raise ValueError(" | ".join(unused))
-    if options.head_parallel is not None and found.kind == "linear":
-        raise ValueError(
-            f"{spelled(HEAD_PARALLEL, options.head_parallel)} has no effect with {found.name}: the state of linear "
-            "attention is small enough to be sent whole; leave it out"
-        )
-    if options.fp8 is not None and found.kind == "linear":
-        raise ValueError(
-            f"{spelled(fp8.FP8, options.fp8)} has no effect with {found.name}: linear attention sends its states in "
-            "float32; leave it out"
-        )
+    for option, because in (
+        (HEAD_PARALLEL, "the state of linear attention is small enough to be sent whole"),
+        (fp8.FP8, "linear attention sends its states in float32"),
+    ):
+        if found.kind == "linear" and option in options.chosen:
+            raise ValueError(
+                f"{spelled(option, options.chosen[option])} has no effect with {found.name}: {because}; leave it out"
+            )
     fp8.check(options)
     if options.head_parallel is not None and HEAD_PARALLEL not in found.options:
         found = with_head_axis(found)
