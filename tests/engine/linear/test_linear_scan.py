@@ -11,7 +11,6 @@ from nightly import nightly
 from oracle import relative_error
 from torch import Tensor
 
-from cp_plugin import ContextParallel
 from cp_plugin.engine.linear import decayed, products, recurrence, rules, scan, segment
 from cp_plugin.engine.linear.tokens import Tokens
 from cp_plugin.planner.trace.memory import Meter
@@ -142,19 +141,3 @@ def test_memory_of_gla_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     assert backward(tokens) > 3 * of_token * tokens, "one slab"
     monkeypatch.setattr(products, "HELD", 2**18)
     assert backward(2 * tokens) - backward(tokens) < 1.25 * of_token * tokens
-
-
-@nightly
-def test_gla_of_128k_tokens_in_float32() -> None:
-    """Forward and backward against float64."""
-    g = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(LONG, 1, 1, 4, generator=g) for _ in range(4))
-    decay = log_decays("gates")[..., :4]
-    cp = ContextParallel("lasp2")
-
-    def run(dtype: torch.dtype) -> list[Tensor]:
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, decay)]
-        out = cp.linear_attention(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
-
-    assert max(map(relative_error, run(torch.float32), run(torch.float64))) <= 1e-5
