@@ -59,7 +59,7 @@ def test_arguments_bind_to_the_real_functions(library: te.Library, causal: bool)
     one = te.tile_arguments(q, k, v, 0 if causal else 7, Scores(0.1))
     backward = te.backward_arguments(one, dout, torch.zeros(q.shape[:3]), dout)
     for call, given in ((library.forward, te.forward_arguments(one)), (library.backward, backward)):
-        bound = inspect.signature(call.function).bind(**given, **call.fixed).arguments
+        bound = inspect.signature(call.func).bind(**given, **call.keywords).arguments
         tables = library.tables
         assert tables.AttnMaskType[bound["attn_mask_type"]].name == f"NVTE_{'CAUSAL' if causal else 'NO'}_MASK"
         assert tables.QKVLayout[bound["qkv_layout"]].name == "NVTE_SBHD_SBHD_SBHD"
@@ -70,7 +70,7 @@ def test_arguments_bind_to_the_real_functions(library: te.Library, causal: bool)
 
 
 def test_the_stand_in_of_other_tests_has_the_real_parameters(library: te.Library) -> None:
-    for real, names in ((library.forward.function, fake_te.FORWARD), (library.backward.function, fake_te.BACKWARD)):
+    for real, names in ((library.forward.func, fake_te.FORWARD), (library.backward.func, fake_te.BACKWARD)):
         fake = parameters(fake_te.function("f", names, dict))
         assert [(p.name, p.default) for p in parameters(real).values()] == [(p.name, p.default) for p in fake.values()]
     real = parameters(library.parameters)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cp_plugin.engine.core.problem import CallInfo
 from cp_plugin.engine.kernels.backends.sdpa import one_head_size
-from cp_plugin.engine.kernels.backends.signatures import Bound, bind, parameters
+from cp_plugin.engine.kernels.backends.signatures import bind, parameters
 
 _OFF: Mapping[str, Any] = {
     "dropout_p": 0.0,
@@ -49,8 +49,8 @@ class Library:
 
     generation: int
     title: str
-    forward: Bound
-    backward: Bound
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
     causal: str = "causal"
     """The backward's name of ``causal``."""
     lse: str = "softmax_lse"

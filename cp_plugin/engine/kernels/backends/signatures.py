@@ -7,19 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A function with the parameters that are the same in every call, unless a call gives them."""
-
-    function: Callable[..., Any]
-    fixed: Mapping[str, Any]
-
-    def __call__(self, **given: Any) -> Any:
-        return self.function(**(self.fixed | given))
 
 
 def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -29,7 +18,7 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 def bind(
     function: Callable[..., Any], given: Collection[str], off: Mapping[str, Any], marks: Collection[str] = ()
-) -> Bound:
+) -> partial[Any]:
     """Bind a function with every parameter accounted for; TypeError for a parameter that does not fit.
 
     Args:
@@ -37,12 +26,10 @@ def bind(
         off: values that disable unused features; names that the function lacks are ignored.
         marks: other parameters that must exist, as versions without them are not supported.
     """
-    wanted = parameters(function)
-    name = getattr(function, "_init_fn", function).__name__
-    for n in (*given, *marks):
-        if n not in wanted:
-            raise TypeError(f"{name} has no parameter {n!r}")
-    for n, parameter in wanted.items():
-        if n not in given and n not in off and parameter.default is inspect.Parameter.empty:
-            raise TypeError(f"{name} needs {n!r}, which is unknown here")
-    return Bound(function, {n: value for n, value in off.items() if n in wanted and n not in given})
+    fixed = {n: value for n, value in off.items() if n in parameters(function) and n not in given}
+    real = getattr(function, "_init_fn", function)
+    try:
+        inspect.signature(real).bind(**fixed | dict.fromkeys((*given, *marks)))
+    except TypeError as wrong:
+        raise TypeError(f"{real.__name__}: {wrong}") from None
+    return partial(function, **fixed)

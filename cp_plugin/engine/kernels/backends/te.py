@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ from cp_plugin.engine.core.block import Scores
 from cp_plugin.engine.core.problem import CallInfo
 from cp_plugin.engine.core.spelling import spelled
 from cp_plugin.engine.kernels.backends.sdpa import TakesOut, is_causal, no_half_on_cuda
-from cp_plugin.engine.kernels.backends.signatures import Bound, bind
+from cp_plugin.engine.kernels.backends.signatures import bind
 
 Arguments = dict[str, Any]
 LAYOUT = "sbhd_sbhd_sbhd"
@@ -49,8 +49,8 @@ class Library:
     """The parts of Transformer Engine that are used."""
 
     version: str
-    forward: Bound
-    backward: Bound
+    forward: partial[Any]
+    backward: partial[Any]
     tables: Any
     """TE's module with names of layouts, masks and kernel kinds."""
     query: Callable[[Any], tuple[Any, str]]

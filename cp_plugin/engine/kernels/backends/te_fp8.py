@@ -110,8 +110,8 @@ def load() -> Library:
         types = import_module("transformer_engine.pytorch.constants").DType
         wanted = {"scale", "amax", "fp8_dtype", "rowwise", "columnwise"}
         missing = {*wanted - set(parameters(made)), *{"create_tensor_from_data"} - set(dir(made))}
-        missing |= {"s_quantizer", "o_quantizer"} - set(parameters(library.forward.function))
-        missing |= {"s_quantizer", "dp_quantizer", "dqkv_quantizer"} - set(parameters(library.backward.function))
+        missing |= {"s_quantizer", "o_quantizer"} - set(parameters(library.forward.func))
+        missing |= {"s_quantizer", "dp_quantizer", "dqkv_quantizer"} - set(parameters(library.backward.func))
         if missing:
             raise AttributeError(f"it lacks {', '.join(sorted(missing))}")
         return Library(te=library, quantizer=made, types={E4M3: types.kFloat8E4M3, E5M2: types.kFloat8E5M2})
