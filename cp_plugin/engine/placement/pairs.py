@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from math import isqrt
 
@@ -55,14 +56,9 @@ class Pairs:
             apart = stop - start - tokens
             most = tokens * (2 * stop - tokens + 1) // 2
             return max(0, min(tokens, (most - work) // apart)) if apart > 0 else tokens
-        low, high = 0, tokens
-        while low < high:
-            x = (low + high) // 2
-            if self.count([(start, start + x), (stop - tokens + x, stop)]) <= work:
-                high = x
-            else:
-                low = x + 1
-        return low
+        return bisect_left(
+            range(tokens), True, key=lambda x: self.count([(start, start + x), (stop - tokens + x, stop)]) <= work
+        )
 
     def moved(self, stop: int, start: int, tokens: int) -> int:
         """Work of the last tokens before ``stop`` minus that of the first ones from ``start``."""
@@ -77,11 +73,7 @@ class Pairs:
         if self.left is None:  # moved is n (apart - n)
             square = apart * apart - 4 * work
             return min(longest, (apart - isqrt(square)) // 2) if square > 0 else longest
-        low, high = 0, longest
-        while low < high:
-            n = (low + high) // 2
-            low, high = (low, n) if self.moved(stop, start, n) >= work else (n + 1, high)
-        return low
+        return bisect_left(range(longest), True, key=lambda n: self.moved(stop, start, n) >= work)
 
 
 def traffic(document: Ints, start: Ints, stop: Ints, rank: Ints, left: int | None, size: int) -> Ints:
