@@ -31,7 +31,7 @@ from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
-from cp_plugin.engine.core.layout import Segments
+from cp_plugin.engine.core.layout import Segments, join_adjacent
 from cp_plugin.engine.core.mask import Mask, steps_to
 
 
@@ -225,12 +225,8 @@ def _join_full(found: Iterable[Tile]) -> list[Tile]:
 def _side_by_side(a: Tile, b: Tile) -> Tile | None:
     if not (a.full and b.full):
         return None
-    if a.q == b.q and (k := _continued(a.k, b.k)) is not None:
-        return Tile(a.q, k, len(k) - 1)
-    if a.k == b.k and (q := _continued(a.q, b.q)) is not None:
-        return Tile(q, a.k, len(a.k) - 1)
+    if a.q == b.q and len(k := join_adjacent((a.k, b.k))) == 1:
+        return Tile(a.q, k[0], len(k[0]) - 1)
+    if a.k == b.k and len(q := join_adjacent((a.q, b.q))) == 1:
+        return Tile(q[0], a.k, len(a.k) - 1)
     return None
-
-
-def _continued(a: range, b: range) -> range | None:
-    return range(a.start, b.stop, a.step) if a.step == b.step and a[-1] + a.step == b[0] else None

@@ -111,26 +111,23 @@ def decide_by_table(problem: Problem, way: Way, adding: int) -> tuple[bool, str]
     """Whether sums to which so many ranks add travel in the model's dtype by default, and why: a phrase."""
     shared, hosts = problem.heads // problem.kv_heads, len(set(problem.transport.hosts))
     tokens, plural = problem.tokens, "s" * (shared > 1)
+    enough = f"{way.what}, which is accurate enough for"
     sizes = f"{tokens:,} tokens per rank and {shared} query head{plural} per key/value head"
-    if problem.dtype != torch.bfloat16:
-        return False, f"sums in {dtype_name(problem.dtype)} can overflow even if their parts do not"
-    if problem.transport.network == "gloo":
-        return False, "on CPU ranks there is no slow network to relieve"
-    if not hosts:
-        return False, "the hosts of the ranks, and so the network between them, are unknown"
-    if hosts == 1:
-        return False, "all ranks are on one host, where messages hide behind kernels"
-    if tokens > TOKENS.get(shared, 0):
-        return False, f"with {sizes}, messages hide behind kernels"
-    if adding > way.ranks:
-        return (
-            False,
-            f"{way.what}, which is accurate enough for up to {way.ranks} ranks, but {adding} contribute to a sum",
-        )
-    return (
-        True,
-        f"{sizes} leave messages between hosts exposed; {way.what}, which is accurate enough for {adding} ranks",
+    reasons = (
+        (
+            problem.dtype != torch.bfloat16,
+            f"sums in {dtype_name(problem.dtype)} can overflow even if their parts do not",
+        ),
+        (problem.transport.network == "gloo", "on CPU ranks there is no slow network to relieve"),
+        (not hosts, "the hosts of the ranks, and so the network between them, are unknown"),
+        (hosts == 1, "all ranks are on one host, where messages hide behind kernels"),
+        (tokens > TOKENS.get(shared, 0), f"with {sizes}, messages hide behind kernels"),
+        (adding > way.ranks, f"{enough} up to {way.ranks} ranks, but {adding} contribute to a sum"),
     )
+    for so, reason in reasons:
+        if so:
+            return False, reason
+    return True, f"{sizes} leave messages between hosts exposed; {enough} {adding} ranks"
 
 
 def with_gradient_dtype(inner: Provider, way: Callable[[Options], Way] | None = None) -> Provider:
