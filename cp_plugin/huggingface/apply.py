@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -20,7 +20,7 @@ from cp_plugin.engine.comm import ConnectError, MessageError
 from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.huggingface import layers
 from cp_plugin.huggingface.additions import Additions
-from cp_plugin.huggingface.attention import Call, Division, refuse
+from cp_plugin.huggingface.attention import Call, Division, placed, refuse
 from cp_plugin.huggingface.batch import IGNORED, shard
 from cp_plugin.huggingface.masks import Reader
 from cp_plugin.huggingface.model import Forward, forwards, refuse_router_losses
@@ -36,7 +36,6 @@ from cp_plugin.huggingface.structure import (
     coarsest,
     lengths,
     not_next_token,
-    output,
     probing,
     require_local,
     require_no_mixing,
@@ -72,9 +71,6 @@ def apply(
     model = _inside(model)
     undo(model)
     _refuse_by_name(model)
-    whole = tokens(model, TOKENS * cp.size)[:1]
-    with _named(model):
-        want = _evaluated(model, input_ids=whole) if check else None
     division = Division(cp, model.config)
     forward = Forward(model, division, model)
     try:
@@ -85,12 +81,9 @@ def apply(
         model.set_attn_implementation(division.name)
         if not division.active:
             raise ValueError(f"{type(model).__name__} does not get its attention from transformers' AttentionInterface")
-        if want is not None:
-            _examine_structure(model, division)
         division.linear = layers.needed(model, cp, linear)
-        if want is not None:
-            _examine_results(model, division)
-            _require_same_results(model, division, whole, want)
+        if check:
+            _examine(model, division)
             if cp.size > 1:
                 forward.additions = Additions(model, _examine)
             division.calls = Calls()  # the first ones of training are compared
@@ -149,12 +142,7 @@ def _refuse_by_name(model: PreTrainedModel) -> None:
 
 
 def _examine(model: PreTrainedModel, division: Division) -> None:
-    _examine_structure(model, division)
-    _examine_results(model, division)
-
-
-def _examine_structure(model: PreTrainedModel, division: Division) -> None:
-    """Collective: all ranks fail if one does."""
+    """Collective: what one rank finds by itself, all ranks raise."""
     reason = None
     try:
         with _named(model):
@@ -164,26 +152,9 @@ def _examine_structure(model: PreTrainedModel, division: Division) -> None:
         reason = str(error)
     if lost := problem_of_ranks(division.cp.mesh, reason, torch.device("cpu")):
         raise lost
-
-
-def _examine_results(model: PreTrainedModel, division: Division) -> None:
     with _named(model):
         require_same_attention(model, division)
         require_next_token_loss(model, division)
-
-
-def _require_same_results(model: PreTrainedModel, division: Division, whole: Tensor, want: Tensor) -> None:
-    cp, batch = division.cp, shard(division.cp, whole)
-    with _named(model):
-        mine = _evaluated(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
-    got = division.place((0, whole.size(1))).unshard(mine, 1)
-    dtype = coarsest(model, division.dtype)
-    error = apart(want, got, 2, dtype)
-    if not error <= (limit := allowed(dtype)):
-        raise ValueError(
-            f"{type(model).__name__} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed "
-            f"{limit:g}): something other than attention mixes tokens"
-        )
 
 
 @contextmanager
@@ -200,13 +171,10 @@ def _named(model: PreTrainedModel) -> Iterator[None]:
         ) from error
 
 
-def _evaluated(model: PreTrainedModel, **batch: Tensor) -> Tensor:
-    with unchanged(model):
-        return output(model.eval(), **batch)
-
-
 class Both:
-    """Compares the two, and answers with the model's own numbers."""
+    """Compares the two, and answers with the model's own numbers, also in linear layers."""
+
+    own = True
 
     def __init__(self, division: Division, model: PreTrainedModel) -> None:
         self.division, self.model, self.reader, self.layers = division, model, Reader(), 0
@@ -228,15 +196,19 @@ class Both:
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Tensor:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         division, self.layers = self.division, self.layers + 1
-        own = _own(division.before, module)
+        # transformers' function of that name for a layer
+        default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        own = ALL_ATTENTION_FUNCTIONS.get(division.before, default)
         generator = torch.Generator().manual_seed(self.layers)
         dtype = query.dtype if "flash" in division.before or query.dtype == torch.float64 else torch.float32
         q, k, v = (
             (torch.randn(x.shape, generator=generator) * std).to(x.device, dtype)
             for x, std in ((query, 3), (key, 1), (value, 1))
         )
-        cp, read = division.place(division.call.documents), self.masks.get(id(mask), (mask, mask))[1]
+        cp, read = placed(division.cp, division.call.documents), self.masks.get(id(mask), (mask, mask))[1]
         mine = division.attend_over_ranks(module, cp.shard(q, 2), cp.shard(k, 2), cp.shard(v, 2), read, **options)
         got = cp.unshard(mine, 1)
         mask_of_q = mask
@@ -245,12 +217,9 @@ class Both:
         want = own(module, q, k, v, mask_of_q, **options)[0]
         error = ((got - want).double().norm(dim=-1) / want.double().norm(dim=-1).clamp_min(1e-3)).max().item()
         if not error <= (limit := allowed(dtype)):
-            kinds = getattr(getattr(module, "config", None), "layer_types", None)
-            index = getattr(module, "layer_idx", None)
-            kind = f", a layer of {kinds[index]}" if kinds and isinstance(index, int) and index < len(kinds) else ""
             raise ValueError(
                 f"{type(self.model).__name__}: attention differs between {cp.size} ranks and one in "
-                f"{type(module).__name__} {self.layers} of {q.size(2)} tokens{kind} (relative error {error:.1e}, "
+                f"{type(module).__name__} {self.layers} of {q.size(2)} tokens (relative error {error:.1e}, "
                 f"allowed {limit:g}): it does something unknown to the plugin"
             )
         return own(module, query, key, value, mask, **options)[0]
@@ -261,22 +230,24 @@ def require_same_attention(model: PreTrainedModel, division: Division) -> None:
 
     Each layer's own call is kept (its mask, scale, window, sinks), but queries, keys and values are drawn anew, in
     float32 and large enough that caps and sinks are felt: so no error is hidden by the rest of the model, by its
-    initialisation or by its dtype.
+    initialisation or by its dtype. In the end the hidden states are compared, too, for layers other than attention.
     """
     cp, both = division.cp, Both(division, model)
     longest = max((n for n in lengths(model.config, WINDOWS) if n <= MOST_TOKENS), default=0)
     size = cp.layout.padded(max(TOKENS * cp.size, longest + longest // 2), cp.size)
-    call = Call(size, size - 1, (0, size) if cp.layout == DOCUMENTS else ())
+    ids, call = tokens(model, size)[:1], Call(size, size - 1, (0, size) if cp.layout == DOCUMENTS else ())
     with probing(model, division, both, call):
-        body(model, input_ids=tokens(model, size)[:1])
-
-
-def _own(before: str, module: nn.Module) -> Callable[..., Any]:
-    """transformers' function of that name for a layer."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get(before, default)
+        want = body(model, input_ids=ids)
+    batch = shard(cp, ids)
+    with unchanged(model):
+        mine = body(model.eval(), input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    dtype = coarsest(model, division.dtype)
+    error = apart(want, placed(cp, (0, size)).unshard(mine, 1), 2, dtype)
+    if not error <= (limit := allowed(dtype)):
+        raise ValueError(
+            f"{type(model).__name__} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed "
+            f"{limit:g}): something other than attention mixes tokens"
+        )
 
 
 _LIMIT = 1e-4
@@ -288,69 +259,58 @@ def require_next_token_loss(model: PreTrainedModel, division: Division) -> None:
     ValueError for a head with another loss, or one that ignores ``shift_labels`` or ``num_items_in_batch``."""
     if "labels" not in forwards(model)[0].parameters():
         return
-    size = TOKENS * division.cp.size
+    cp, size = division.cp, TOKENS * division.cp.size
     ids = tokens(model, size)[:2]
     labels = ids.flip(0).roll(3, 1).clone()
     labels[:, : size // 3] = IGNORED  # ranks then have different numbers of labels
-    count = int((labels[:, 1:] != IGNORED).sum())
-    batch = shard(division.cp, ids, labels)
-    mine = {key: batch[key] for key in ("input_ids", "position_ids", "labels", "shift_labels")}
+    batch = shard(cp, ids, labels)
+    twice, mine = 2 * int(batch["num_items_in_batch"]), {key: batch[key] for key in ("input_ids", "position_ids")}
+
+    def compare_over_ranks(loss: Tensor, logits: Tensor, items: int | None) -> None:
+        loss = gathered(cp.mesh, loss.detach().double().view(1)).sum()
+        how = f"the losses of {cp.size} ranks, with num_items_in_batch={items}, add up to"
+        _compare(model, loss, placed(cp, (0, size)).unshard(logits, 1), labels, items, how)
+
     for training in (False, True):
         with probing(model, division, Alone(), Call(size, size - 1), training), Plain(False):
-            _alone(model, ids, labels, count)
-            result = model(**mine, num_items_in_batch=2 * count, use_cache=False)
-            logits = _logits(model, result, mine["input_ids"], mine["position_ids"])
-        _check_over_ranks(model, division, result.loss, logits, labels, 2 * count)
+            _compare_alone(model, ids, labels)
+            following = {key: batch[key] for key in ("labels", "shift_labels")}
+            result = model(**mine, **following, num_items_in_batch=twice, use_cache=False)
+            logits = _logits(model, result, **mine)
+        compare_over_ranks(result.loss, logits, twice)
     with unchanged(model):
         result = model.eval()(**batch | {"num_items_in_batch": None}, use_cache=False)
-    _check_over_ranks(model, division, result.loss, result.logits, labels, None)
+    compare_over_ranks(result.loss, result.logits, None)
 
 
-def _check_over_ranks(
-    model: PreTrainedModel, division: Division, loss: Tensor, logits: Tensor, labels: Tensor, items: int | None
-) -> None:
-    losses = gathered(division.cp.mesh, loss.detach().double().view(1))
-    count = items or int((labels[:, 1:] != IGNORED).sum())
-    want = _cross_entropy(division.place((0, labels.size(1))).unshard(logits, 1), labels, count)
-    how = f"the losses of {division.cp.size} ranks, with num_items_in_batch={items}, add up to"
-    _compare(model, losses.sum(), want, how)
+def _compare_alone(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> None:
+    try:
+        result = model(input_ids=ids, labels=labels, use_cache=False)
+        loss, logits = result.loss, _logits(model, result, input_ids=ids)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise not_next_token(model, f"calling it with labels fails: {error}") from error
+    if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape or loss is None or loss.dim():
+        shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise not_next_token(model, f"for input_ids {list(ids.shape)} its logits are {shape}")
+    _compare(model, loss, logits, labels, None, "its loss on one rank is")
 
 
-def _logits(model: PreTrainedModel, result: Any, ids: Tensor, positions: Tensor | None = None) -> Any:
+def _logits(model: PreTrainedModel, result: Any, **inputs: Tensor) -> Any:
     """Those of the call, or of another, where training fuses the head with the loss and makes none."""
     if result.logits is not None or not model.training:
         return result.logits
     model.eval()
     try:
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return model(**inputs, use_cache=False).logits
     finally:
         model.train()
 
 
-def _alone(model: PreTrainedModel, ids: Tensor, labels: Tensor, count: int) -> None:
-    for items in (None, 2 * count):
-        more: dict[str, Any] = {} if items is None else {"num_items_in_batch": items}
-        try:
-            result = model(input_ids=ids, labels=labels, use_cache=False, **more)
-            loss, logits = result.loss, _logits(model, result, ids)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise not_next_token(model, f"calling it with labels fails: {error}") from error
-        if not isinstance(logits, Tensor) or logits.shape[:2] != ids.shape or loss is None or loss.dim():
-            shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise not_next_token(model, f"for input_ids {list(ids.shape)} its logits are {shape}")
-        want = _cross_entropy(logits, labels, items or count)
-        how = "" if items is None else f", with num_items_in_batch={items},"
-        _compare(model, loss, want, f"its loss on one rank{how} is")
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor, items: int) -> Tensor:
+def _compare(
+    model: PreTrainedModel, loss: Tensor, logits: Tensor, labels: Tensor, items: int | None, whose: str
+) -> None:
     following = pad(labels[:, 1:], (0, 1), value=IGNORED)
-    return (
-        cross_entropy(logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="sum") / items
-    )
-
-
-def _compare(model: PreTrainedModel, loss: Tensor, want: Tensor, whose: str) -> None:
-    got, expected = loss.item(), want.item()
-    if not abs(got - expected) <= _LIMIT * abs(expected):
-        raise not_next_token(model, f"{whose} {got:.6g}, and the cross entropy of its logits is {expected:.6g}")
+    total = cross_entropy(logits.float().flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="sum")
+    got, want = loss.item(), (total / ((following != IGNORED).sum() if items is None else items)).item()
+    if not abs(got - want) <= _LIMIT * abs(want):
+        raise not_next_token(model, f"{whose} {got:.6g}, and the cross entropy of its logits is {want:.6g}")

@@ -59,6 +59,9 @@ class OfShard:
 class Probe(Protocol):
     """Takes the place of attention while a model is examined."""
 
+    own: bool
+    """Whether linear layers then are those of the model that is not divided; else they, too, see one token only."""
+
     def mask(self, **arguments: Any) -> Tensor | None: ...
 
     def attention(
@@ -132,10 +135,6 @@ class Division:
             "or model.state_dict(), or call huggingface.undo(model) first"
         )
 
-    def place(self, documents: tuple[int, ...]) -> ContextParallel:
-        """Where the tokens of this pack are."""
-        return placed(self.cp, documents)
-
     def mask(self, **arguments: Any) -> Tensor | None:
         """An entry of AttentionMaskInterface."""
         if self.probe is not None:
@@ -192,7 +191,7 @@ class Division:
             self.ignored.add("tree")
         self.dtype = query.dtype
         left, right = (-1 if n is None else n for n in (seen.left, seen.right))
-        out = self.place(seen.documents).attention(
+        out = placed(self.cp, seen.documents).attention(
             *(x.permute(2, 0, 1, 3) for x in (query, key, value)),
             causal=right == 0,
             window=None if left == -1 and right <= 0 else (left, right),

@@ -125,7 +125,8 @@ class _Convolution:
 
 def _enter(division: Division, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Before a layer that mixes tokens."""
-    _running.division = division if division.active else None
+    whole = division.probe is not None and division.probe.own
+    _running.division = division if division.active and not whole else None
     if division.probe is None and "cu_seq_lens_q" not in named:
         division.ignored.add("cu_seq_lens_q")
 

@@ -19,7 +19,7 @@ from cp_plugin.engine.common.eager import eager
 from cp_plugin.engine.core.mask import document_bounds
 from cp_plugin.engine.core.tree import Tree
 from cp_plugin.huggingface.additions import Additions
-from cp_plugin.huggingface.attention import UNSUPPORTED, Call, Division, OfShard, refuse
+from cp_plugin.huggingface.attention import UNSUPPORTED, Call, Division, OfShard, placed, refuse
 from cp_plugin.huggingface.batch import DIGEST, IGNORED, starts
 from cp_plugin.huggingface.rows import ASKED, ROWS, run_own_rows
 
@@ -194,7 +194,7 @@ class Forward:
                 return torch.tensor(False)
             return (positions == copied(cp.shard(tree.position_ids()), positions.device)).all()
         bounds = self._documents(named, tokens)
-        running = self.division.place(bounds).positions(tokens, positions.device)
+        running = placed(self.division.cp, bounds).positions(tokens, positions.device)
         fit = (positions == running).all()
         return fit | (positions == running - starts(bounds, running)).all() if bounds else fit
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from cp_plugin.engine.attention.api import ContextParallel
-from cp_plugin.huggingface.attention import Call, Division, refuse_options
+from cp_plugin.huggingface.attention import Call, Division, placed, refuse_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +35,9 @@ _MOST_POSITIONS = 2**20
 
 
 class Alone:
-    """Attention in which a token sees itself only. Keeps queries and keys if asked to."""
+    """Attention in which a token sees itself only. Keeps queries and keys."""
+
+    own = False
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
@@ -160,7 +162,7 @@ def _apart_in_shards(
     model: PreTrainedModel, division: Division, positions: Tensor, training: bool, exact: bool
 ) -> str | None:
     count = len(positions)
-    cp, positions = division.place((0, count)), positions.to(model.device)[None]
+    cp, positions = placed(division.cp, (0, count)), positions.to(model.device)[None]
     ids, alone = tokens(model, count)[:1], Alone()
     run = output if count == TOKENS * cp.size else body
     with probing(model, division, alone, Call(count, int(positions.max())), training), Plain(exact):
