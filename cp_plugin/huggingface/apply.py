@@ -25,7 +25,6 @@ from cp_plugin.huggingface.batch import IGNORED, shard
 from cp_plugin.huggingface.masks import Reader
 from cp_plugin.huggingface.model import Forward, forwards, refuse_router_losses
 from cp_plugin.huggingface.structure import (
-    MOST_TOKENS,
     TOKENS,
     WINDOWS,
     Alone,
@@ -34,7 +33,7 @@ from cp_plugin.huggingface.structure import (
     apart,
     body,
     coarsest,
-    lengths,
+    longest,
     not_next_token,
     probing,
     require_local,
@@ -233,8 +232,7 @@ def require_same_attention(model: PreTrainedModel, division: Division) -> None:
     initialisation or by its dtype. In the end the hidden states are compared, too, for layers other than attention.
     """
     cp, both = division.cp, Both(division, model)
-    longest = max((n for n in lengths(model.config, WINDOWS) if n <= MOST_TOKENS), default=0)
-    size = cp.layout.padded(max(TOKENS * cp.size, longest + longest // 2), cp.size)
+    size = cp.layout.padded(max(TOKENS * cp.size, longest(model.config, WINDOWS) * 3 // 2), cp.size)
     ids, call = tokens(model, size)[:1], Call(size, size - 1, (0, size) if cp.layout == DOCUMENTS else ())
     with probing(model, division, both, call):
         want = body(model, input_ids=ids)

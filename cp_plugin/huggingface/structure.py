@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.huggingface.attention import Call, Division, placed, refuse_options
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS = 16
-MOST_TOKENS = 4096
+_MOST_TOKENS = 4096
 """Longest length in a config that is examined with as many tokens; beyond it, with positions only."""
 _MOST_POSITIONS = 2**20
 
@@ -40,7 +41,8 @@ class Alone:
     own = False
 
     def __init__(self) -> None:
-        self.kept: list[Tensor] = []
+        self.kept: dict[str, Tensor] = {}
+        self.layers = 0
 
     def mask(self, **arguments: Any) -> None:
         return None
@@ -49,13 +51,11 @@ class Alone:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> Tensor:
         refuse_options(options, 0.0)
-        repeat = query.size(1) // key.size(1)
+        key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
+        self.layers += 1
+        self.kept |= {f"in attention {self.layers} the {name}": x for name, x in (("queries", query), ("keys", key))}
         weights = torch.linspace(0.5, 1.5, query.size(3), device=query.device, dtype=query.dtype)
-        self.kept += [x.detach() for x in (query, key)]
-        own = (query * weights).sum(-1, keepdim=True) + (key * weights).sum(-1, keepdim=True).repeat_interleave(
-            repeat, 1
-        )
-        return (own + value.repeat_interleave(repeat, 1)).transpose(1, 2).contiguous()
+        return (((query + key) * weights).sum(-1, keepdim=True) + value).transpose(1, 2).contiguous()
 
 
 def require_no_mixing(model: PreTrainedModel, division: Division) -> None:
@@ -64,7 +64,7 @@ def require_no_mixing(model: PreTrainedModel, division: Division) -> None:
         ValueError: naming the first layer whose output for a token depends on another.
     """
     ids = tokens(model, TOKENS)
-    crowd = tokens(model, max(TOKENS, *(2 * n for n in lengths(model.config, "capacity") if n <= MOST_TOKENS), 0))
+    crowd = tokens(model, max(TOKENS, 2 * longest(model.config, "capacity")))
 
     def examine(exact: bool) -> None:
         with probing(model, division, Alone(), Call()), Plain(exact):
@@ -92,34 +92,24 @@ def _spreads_nothing(model: PreTrainedModel, ids: Tensor) -> None:
             return output.masked_fill(own.view(*own.shape, *(1,) * (output.dim() - 2)), float("nan"))
         return None
 
-    def spread(x: Any) -> bool:
-        if isinstance(x, tuple | list):
-            return any(map(spread, x))
-        if not isinstance(x, Tensor) or x.shape[:2] != own.shape or not x.is_floating_point():
-            return False
-        return bool((x.flatten(2).isnan().any(-1) & ~own).any())
+    def spread(values: Any) -> bool:
+        tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.shape[:2] == own.shape]
+        return any(bool((x.reshape(*own.shape, -1).isnan().any(-1) & ~own).any()) for x in tensors)
 
-    def watch(name: str) -> Callable[..., None]:
-        def look(layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            if not culprits and spread(output) and not spread((*args, *named.values())):
-                culprits.append(f"{type(layer).__name__} ({name})")
+    def watch(where: str, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        if not culprits and spread(output) and not spread((args, named)):
+            culprits.append(f"{type(layer).__name__} ({where})")
 
-        return look
-
-    embeddings = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]
-    embeddings += [layer] if (layer := model.get_input_embeddings()) not in embeddings else []
-    handles = [layer.register_forward_hook(plant, prepend=True) for layer in embeddings]
-    handles += [
-        layer.register_forward_hook(watch(name), with_kwargs=True) for name, layer in model.named_modules() if name
-    ]
-    try:
+    first = model.get_input_embeddings()
+    with ExitStack() as hooks:
+        for where, layer in model.named_modules():
+            if layer is first or isinstance(layer, nn.Embedding):
+                hooks.callback(layer.register_forward_hook(plant, prepend=True).remove)
+            if where:
+                hooks.callback(layer.register_forward_hook(partial(watch, where), with_kwargs=True).remove)
         nan = output(model, input_ids=ids).flatten(2).isnan().any(-1)
-    finally:
-        for handle in handles:
-            handle.remove()
     if culprits or bool((nan & ~own).any()):
-        where = culprits[0] if culprits else type(model).__name__
-        raise _mixes(model, f"in {where} a token depends on others")
+        raise _mixes(model, f"in {culprits[0] if culprits else type(model).__name__} a token depends on others")
     if not bool((nan & own).any(1).all()):
         raise _mixes(model, "an output does not depend on its own token, so the model cannot be examined")
 
@@ -149,38 +139,37 @@ def require_local(model: PreTrainedModel, division: Division) -> None:
     limit = min(_MOST_POSITIONS, _learned_positions(model))
 
     def examine(exact: bool) -> None:
-        for number, positions in enumerate(_spread(division.cp, lengths(model.config), limit)):
+        for number, positions in enumerate(_spread(division.cp, model.config, limit)):
             for training in (False, True)[: 1 if number else 2]:
-                if reason := _apart_in_shards(model, division, positions, training, exact):
-                    reason += " in training" * training
-                    raise ValueError(f"{type(model).__name__} would compute something else on shards: {reason}")
+                _compute_alike(model, division, positions, training, exact)
 
     _exactly(model, examine)
 
 
-def _apart_in_shards(
-    model: PreTrainedModel, division: Division, positions: Tensor, training: bool, exact: bool
-) -> str | None:
+def _compute_alike(model: PreTrainedModel, division: Division, positions: Tensor, training: bool, exact: bool) -> None:
     count = len(positions)
     cp, positions = placed(division.cp, (0, count)), positions.to(model.device)[None]
-    ids, alone = tokens(model, count)[:1], Alone()
+    ids = tokens(model, count)[:1]
     run = output if count == TOKENS * cp.size else body
-    with probing(model, division, alone, Call(count, int(positions.max())), training), Plain(exact):
-        want = run(model, input_ids=ids, position_ids=positions)
-        before, alone.kept = alone.kept, []
-        if training and not torch.equal(want, run(model, input_ids=ids, position_ids=positions)):
-            return None  # it draws numbers of other kinds, by which it would differ
-        alone.kept = []
-        got = run(model, input_ids=cp.shard(ids, 1), position_ids=cp.shard(positions, 1))
-    computed = {x.dtype for x in (*before, want)}
-    dtype = coarsest(nn.Module() if exact else model, *computed)
-    for number, (x, y) in enumerate(zip(before, alone.kept, strict=True)):
-        if not (error := apart(cp.shard(x, 2), y, 3, dtype)) <= allowed(dtype):
-            what = "keys" if number % 2 else "queries"
-            return f"in attention {number // 2 + 1} the {what} of a token {_differ(error, positions, model)}"
-    if not (error := apart(cp.shard(want, 1), got, 2, dtype)) <= allowed(dtype):
-        return f"the results for a token {_differ(error, positions, model)}"
-    return None
+
+    def computed(ids: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        division.probe = alone = Alone()
+        results = run(model, input_ids=ids, position_ids=positions)
+        return {**alone.kept, "the results": results}
+
+    with probing(model, division, None, Call(count, int(positions.max())), training), Plain(exact):
+        want = computed(ids, positions)
+        if training and not torch.equal(want["the results"], computed(ids, positions)["the results"]):
+            return  # it draws numbers of other kinds, by which it would differ
+        got = computed(cp.shard(ids, 1), cp.shard(positions, 1))
+    dtype = coarsest(nn.Module() if exact else model, *(x.dtype for x in want.values()))
+    for what, x in want.items():
+        if not (error := apart(cp.shard(x, -2), got[what], -1, dtype)) <= allowed(dtype):
+            raise ValueError(
+                f"{type(model).__name__} would compute something else on shards: {what} of a token depend on the "
+                f"shard's length or the token's index in it: relative error {error:.1e} at positions up to "
+                f"{int(positions.max())}{' in training' * training}"
+            )
 
 
 def _exactly(model: nn.Module, examine: Callable[[bool], None]) -> None:
@@ -230,16 +219,6 @@ _DROPS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"
 _DRAWS = {"uniform_": "to", "normal_": "std"}
 _DRAWS |= dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "bernoulli", "exponential", "exponential_"), "")
 """Name of a function -> that of its third argument, which bounds what it draws."""
-
-
-def _differ(error: float, positions: Tensor, model: PreTrainedModel) -> str:
-    parameters = getattr(model.config, "rope_parameters", None) or {}
-    several = [x for x in parameters.values() if isinstance(x, dict)] or [parameters]
-    kinds = sorted({str(x.get("rope_type", "default")) for x in several})
-    return (
-        f"depend on the shard's length or the token's index in it: relative error {error:.1e} at positions up to "
-        f"{int(positions.max())} (rope type {', '.join(kinds)})"
-    )
 
 
 @contextmanager
@@ -299,7 +278,12 @@ WINDOWS = r"window|chunk|block|local"
 _LENGTHS = rf"{WINDOWS}|position|length|floor|context|scale"
 
 
-def lengths(config: Any, names: str = _LENGTHS) -> list[int]:
+def longest(config: Any, names: str = _LENGTHS) -> int:
+    """Of these that are examined with as many tokens; 0: there is none."""
+    return max((n for n in _lengths(config, names) if n <= _MOST_TOKENS), default=0)
+
+
+def _lengths(config: Any, names: str) -> set[int]:
     """Numbers in a config at which something may begin, of settings with such a name."""
     numbers: set[int] = set()
 
@@ -312,7 +296,7 @@ def lengths(config: Any, names: str = _LENGTHS) -> list[int]:
                 numbers.add(int(x))
 
     look({key: x for key, x in vars(config).items() if not key.startswith("_")}, False)
-    return sorted(numbers)
+    return numbers
 
 
 def allowed(dtype: torch.dtype) -> float:
@@ -320,14 +304,13 @@ def allowed(dtype: torch.dtype) -> float:
     return 0.05 if dtype.itemsize < 4 else 1e-3
 
 
-def _spread(cp: ContextParallel, ends: list[int], limit: int) -> Iterator[Tensor]:
+def _spread(cp: ContextParallel, config: Any, limit: int) -> Iterator[Tensor]:
     """Increasing positions: without gaps, as far as the longest length allows, and with gaps beyond each length."""
     count = TOKENS * cp.size
     yield torch.arange(count) % limit
-    longest = max((end for end in ends if end <= MOST_TOKENS), default=0)
-    if count < (long := min(limit, longest + longest // 2)):
+    if count < (long := min(limit, longest(config) * 3 // 2)):
         yield torch.arange(cp.layout.padded(long, cp.size)) % limit
-    for end in sorted({min(limit, 2 * end) for end in ends}):
+    for end in sorted({min(limit, 2 * end) for end in _lengths(config, _LENGTHS)}):
         positions = torch.linspace(0, end - 1, count).long()
         if len(positions.unique()) == count:
             yield positions

@@ -222,7 +222,7 @@ FAULTS: dict[str, Fault] = {
     "angles of indices": Fault(rotated_by_index, ON_SHARDS),
     "logits 8 % louder": Fault(
         calls("lm_head", lambda self, x: self.layer(x) * (x.size(1) / 32) ** 0.12),
-        f"{ON_SHARDS}the results for a token",
+        f"{ON_SHARDS}the results of a token",
         "gpt_oss",
     ),
     "a window of the layer": Fault(
