@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,38 +26,31 @@ class Additions:
     def __init__(self, model: PreTrainedModel, examine: Callable[[PreTrainedModel, Division], None]) -> None:
         """examine: collective."""
         self.model, self.examine = model, examine
-        self.known = {*_others(model), *(key for _, _, key, _ in _hooks(model))}
-        self._acting: dict[Any, str] = {}
-        self._watched: list[tuple[Any, int, Any]] = []
+        self.known = {key for key, *_ in _additions(model)}
+
+    @contextmanager
+    def examined(self, division: Division) -> Iterator[None]:
+        """After the call in the ``with`` block examine the model, if there is anything new on any rank. Collective.
+        ValueError on every rank, if the model with it cannot be divided.
+
+        Hooks are watched in the call: most only look, and are left alone.
+        """
+        watched = [x for x in _additions(self.model) if x[3] is not None and x[0] not in self.known]
+        acting: dict[Any, str] = {}
+        originals = [hooks[number] for *_, hooks, number in watched]
+        try:
+            for (key, name, hooks, number), hook in zip(watched, originals, strict=True):
+                hooks[number] = partial(_watched, hook, partial(acting.setdefault, key, name))
+            yield
+        finally:
+            for (*_, hooks, number), hook in zip(watched, originals, strict=True):
+                if number in hooks:  # it may have removed itself
+                    hooks[number] = hook
+        self._look(division, acting)
 
     @eager
-    def watch(self) -> None:
-        """Find out which new hooks change something: most only look, and are left alone."""
-        for hooks, number, key, name in _hooks(self.model):
-            if key not in self.known:
-                self._watched.append((hooks, number, hooks[number]))
-                hooks[number] = partial(self._call, hooks[number], key, name)
-
-    @eager
-    def unwatch(self) -> None:
-        for hooks, number, hook in self._watched:
-            if number in hooks:  # it may have removed itself
-                hooks[number] = hook
-        self._watched.clear()
-
-    def _call(self, hook: Any, key: Any, name: str, *args: Any) -> Any:
-        tensors = [x for x in tree_leaves(args[1:]) if isinstance(x, Tensor) and not x.is_inference()]
-        versions = [x._version for x in tensors]
-        result = hook(*args)
-        if (result is not None and result is not args[-1]) or versions != [x._version for x in tensors]:
-            self._acting[key] = name
-        return result
-
-    @eager
-    def look(self, division: Division) -> None:
-        """Examine the model if there is anything new on any rank. Collective. ValueError on every rank, if the model
-        with it cannot be divided."""
-        found, self._acting = _others(self.model) | self._acting, {}
+    def _look(self, division: Division, acting: dict[Any, str]) -> None:
+        found = {key: name for key, name, _, number in _additions(self.model) if number is None} | acting
         new = {key: name for key, name in found.items() if key not in self.known}
         if not bool(gathered(division.cp.mesh, torch.tensor([bool(new)])).any()):
             return
@@ -79,33 +73,29 @@ class Additions:
             division.calls = calls
 
 
-def _hooks(model: nn.Module) -> Iterator[tuple[Any, int, Any, str]]:
-    """Others' forward hooks: the mapping they are in, their number there, what tells them apart, and a name."""
-    for where, layer in model.named_modules():
-        for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
-            for number, hook in list(hooks.items()):
-                if _is_others(hook):
-                    name = f"{_named(hook)}, a hook of {type(layer).__name__} {where}".strip()
-                    yield hooks, number, (where, id(hook)), name
+def _watched(hook: Any, note: Callable[[], Any], *args: Any) -> Any:
+    """Call the hook; ``note`` if it changes something."""
+    tensors = [x for x in tree_leaves(args[1:]) if isinstance(x, Tensor) and not x.is_inference()]
+    versions = [x._version for x in tensors]
+    result = hook(*args)
+    if (result is not None and result is not args[-1]) or versions != [x._version for x in tensors]:
+        note()
+    return result
 
 
-def _others(model: nn.Module) -> dict[Any, str]:
-    """Their other things: what tells it apart -> a name."""
-    found: dict[Any, str] = {}
+def _additions(model: nn.Module) -> Iterator[tuple[Any, str, Any, int | None]]:
+    """What tells it apart, a name, and of a hook the mapping that it is in, and its number there."""
     for where, layer in model.named_modules():
         kind = next(x for x in type(layer).__mro__ if not x.__module__.startswith("torch.distributed"))
         things = {f"the forward of {where or 'the model'}": vars(layer).get("forward"), where: kind}
-        things["the loss_function"] = None if where else getattr(model, "loss_function", None)
-        for name, what in things.items():
-            if what is not None and _is_others(what):
-                found[where, id(getattr(what, "__func__", what))] = f"{_named(what)}, {name}"
-    return found
-
-
-def _is_others(what: Any) -> bool:
-    origin = str(getattr(what, "__module__", None) or type(what).__module__)
-    return origin.split(".")[0] not in ("torch", "accelerate", "cp_plugin")
-
-
-def _named(what: Any) -> str:
-    return str(getattr(what, "__qualname__", type(what).__name__))
+        loss = None if where else getattr(model, "loss_function", None)
+        things["the loss_function"] = getattr(loss, "__func__", loss)  # a bound method is another at each look
+        found: list[tuple[str, Any, Any, int | None]]
+        found = [(name, what, None, None) for name, what in things.items() if what is not None]
+        for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+            name = f"a hook of {type(layer).__name__} {where}".strip()
+            found += [(name, hook, hooks, number) for number, hook in hooks.items()]
+        for name, what, hooks, number in found:
+            origin = str(getattr(what, "__module__", None) or type(what).__module__)
+            if origin.split(".")[0] not in ("torch", "accelerate", "cp_plugin"):
+                yield (where, id(what)), f"{getattr(what, '__qualname__', type(what).__name__)}, {name}", hooks, number

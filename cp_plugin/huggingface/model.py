@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -83,16 +83,8 @@ class Forward:
             return run_own_rows(division.cp, self, self.model.training, named)
         asked = named.pop(ASKED, None)
         additions = self.additions if division.calls.is_next_compared() else None
-        try:
-            if additions is not None:
-                additions.watch()
-            output = self.run(named) if asked is None else asked.compute(self, named)
-        finally:
-            if additions is not None:
-                additions.unwatch()
-        if additions is not None:
-            additions.look(division)
-        return output
+        with nullcontext() if additions is None else additions.examined(division):
+            return self.run(named) if asked is None else asked.compute(self, named)
 
     def run(self, named: dict[str, Any]) -> Any:
         """A call for a shard."""
@@ -168,14 +160,12 @@ class Forward:
             )
         refuse_router_losses(config, named)
         mask = named.get("attention_mask")
-        if isinstance(mask, Tensor) and positions is not None:
-            refuse(mask.dim() != 2, "a custom mask")
+        if mask is not None and positions is not None:
+            refuse(not isinstance(mask, Tensor) or mask.dim() != 2, "a custom mask")
             refuse(
                 mask.shape != positions.shape, f"an attention_mask of {list(mask.shape)} for {list(positions.shape)}"
             )
             self._require(mask.all(), UNSUPPORTED.format("padding: pack or truncate the sequences"))
-        else:
-            refuse(mask is not None, "a custom mask")
 
     def _require(self, holds: Tensor, message: str) -> None:
         """At once on the CPU and in compared calls; else by the next of these, so that the host need not wait.
