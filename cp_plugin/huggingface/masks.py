@@ -24,10 +24,16 @@ _ROWS, _KEYS = 256, 512
 """Queries at which a mask function is read where a length is new, and keys up to which each of them reads them all."""
 
 
-def as_tensor(mask: Mask) -> Tensor:
-    """int64 ``[1, 1, 1, n]`` on the CPU: a mask's shape, and read without waiting for a device."""
-    left, right = (-1 if n is None else n for n in (mask.left, mask.right))
-    return torch.tensor([_SIGN, left, right, *mask.documents]).view(1, 1, 1, -1)
+def as_tensor(seen: Mask | str) -> Tensor:
+    """int64 ``[1, 1, 1, n]`` on the CPU: a mask's shape, and read without waiting for a device.
+
+    seen: a string says why a mask is not a window. Only a layer that is given it need mind: some models make masks for
+    kinds of layers that they do not have.
+    """
+    if isinstance(seen, str):
+        return torch.tensor([_UNREADABLE, 0, 0, *seen.encode()]).view(1, 1, 1, -1)
+    left, right = (-1 if n is None else n for n in (seen.left, seen.right))
+    return torch.tensor([_SIGN, left, right, *seen.documents]).view(1, 1, 1, -1)
 
 
 def from_tensor(x: Tensor) -> Mask:
@@ -39,12 +45,6 @@ def from_tensor(x: Tensor) -> Mask:
     if sign != _SIGN:
         raise ValueError("a custom mask")
     return Mask(None if left == -1 else left, None if right == -1 else right, tuple(documents))
-
-
-def unreadable(reason: str) -> Tensor:
-    """Stands for a mask that is not a window. Only a layer that is given it need mind: some models make masks for
-    kinds of layers that they do not have."""
-    return torch.tensor([_UNREADABLE, 0, 0, *reason.encode()]).view(1, 1, 1, -1)
 
 
 class Reader:
@@ -59,12 +59,12 @@ class Reader:
 
     def stand_in(self, arguments: dict[str, Any], seq_length: int, documents: tuple[int, ...]) -> Tensor:
         """What a layer gets for the arguments of an entry of AttentionMaskInterface."""
-        if arguments.get("use_vmap"):
-            return unreadable("a mask function of the model's own")
         try:
+            if arguments.get("use_vmap"):
+                raise ValueError("a mask function of the model's own")
             return as_tensor(self.read(arguments["mask_function"], seq_length)._replace(documents=documents))
         except ValueError as problem:
-            return unreadable(str(problem))
+            return as_tensor(str(problem))
 
     def read(self, function: MaskFunction, seq_length: int) -> Mask:
         """
@@ -94,23 +94,14 @@ def _reach(seen: Callable[[Tensor], Tensor], most: int) -> int:
 
 
 def _compare(mask: Mask, function: MaskFunction, rows: Tensor, seq_length: int) -> None:
-    keys = _keys(mask, rows, seq_length)
-    wrong = (_seen(function, rows, keys) != _expected(mask, rows, keys)).any(1).nonzero()
+    keys, (first, end) = _keys(mask, rows, seq_length), mask.interval(rows, seq_length)
+    expected = (keys >= first[:, None]) & (keys < end[:, None])
+    wrong = (_seen(function, rows, keys) != expected).any(1).nonzero()
     if len(wrong):
         row = rows[wrong[0]]
         visible = _seen(function, row, torch.arange(seq_length)[None])[0].nonzero().flatten().tolist()
         ends = f"{len(visible)} tokens ({visible[0]} to {visible[-1]})" if visible else "nothing"
         raise ValueError(f"a mask that is not a sliding window: token {int(row)} sees {ends}")
-
-
-def _expected(mask: Mask, rows: Tensor, keys: Tensor) -> Tensor:
-    ahead = keys - rows[:, None]
-    expected = torch.ones(keys.shape, dtype=torch.bool)
-    if mask.left is not None:
-        expected &= ahead >= -mask.left
-    if mask.right is not None:
-        expected &= ahead <= mask.right
-    return expected
 
 
 def _keys(mask: Mask, rows: Tensor, seq_length: int) -> Tensor:
