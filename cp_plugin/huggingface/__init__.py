@@ -12,6 +12,6 @@ prefixes. Needs transformers 5: pip install 'cp-plugin[huggingface]'.
 from cp_plugin.huggingface.apply import apply, undo
 from cp_plugin.huggingface.batch import IGNORED, shard, shard_tree
 from cp_plugin.huggingface.probabilities import hidden_states, log_probabilities
-from cp_plugin.huggingface.trainer import Collator
+from cp_plugin.huggingface.rows import Collator
 
 __all__ = ["IGNORED", "Collator", "apply", "hidden_states", "log_probabilities", "shard", "shard_tree", "undo"]

@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 
 from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.attention.convolution import copied
-from cp_plugin.engine.common.text import shortened
 from cp_plugin.engine.core.mask import document_bounds
 from cp_plugin.engine.core.tree import Tree
 from cp_plugin.engine.placement.documents import DOCUMENTS
@@ -64,35 +63,37 @@ def shard(
         raise ValueError(f"input_ids and labels must be [b, s], got {list(input_ids.shape)} and {list(labels.shape)}")
     if attention_mask is not None:
         refuse(not bool(attention_mask.all()), "padding: pack or truncate the sequences")
-    bounds = bounds_of(input_ids, position_ids, cu_seq_lens_q, cu_seq_lens_k)
-    if cp.layout == DOCUMENTS and cp.size > 1 and not bounds:
-        bounds = (0, input_ids.size(1))
     s, following = input_ids.size(1), pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if position_ids is not None:
+        require_shape("position_ids", position_ids, input_ids)
+        one = (position_ids == position_ids[:1]).all()
+        refuse(not bool(one), "documents that begin at different tokens in different rows: pack a single row")
+        position_ids = position_ids[:1]
+    begins = document_starts(input_ids[:1], position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    bounds: tuple[int, ...] = (*begins[0].nonzero().flatten().tolist(), s)
+    if len(bounds) == 2 and not (cp.layout == DOCUMENTS and cp.size > 1):
+        bounds = ()
     more = cp.layout.padded(s, cp.size) - s
     if more:
         input_ids, following = pad(input_ids, (0, more)), pad(following, (0, more), value=IGNORED)
         bounds = (*bounds, s + more) if bounds else ()
-    if more and position_ids is not None:
-        restarting = bool((position_ids.diff(dim=1) != 1).any())
-        filling = _positions(s + more, bounds if restarting else ())[:, s:].to(position_ids)
-        position_ids = torch.cat([position_ids, filling.expand(len(position_ids), -1)], dim=1)
-    return part(cp, input_ids, following, bounds, position_ids)
+    running = position_ids is not None and bool((position_ids.diff(dim=1) == 1).all())
+    return part(cp, input_ids, following, bounds, running)
 
 
 def part(
-    cp: ContextParallel,
-    input_ids: Tensor,
-    following: Tensor | None,
-    bounds: tuple[int, ...],
-    position_ids: Tensor | None = None,
+    cp: ContextParallel, input_ids: Tensor, following: Tensor | None, bounds: tuple[int, ...], running: bool = False
 ) -> dict[str, Any]:
-    """What ``shard`` returns, for labels ``[b, s]`` that are shifted already, or for none."""
-    cp = placed(cp, bounds)
-    if position_ids is None:
-        position_ids = _positions(input_ids.size(1), bounds).to(input_ids.device)
+    """What ``shard`` returns, for labels ``[b, s]`` that are shifted already, or for none.
+
+    running: whether positions go on from document to document.
+    """
+    cp, positions = placed(cp, bounds), torch.arange(input_ids.size(1))
+    if bounds and not running:
+        positions -= starts(bounds, positions)
     batch: dict[str, Any] = {
         "input_ids": cp.shard(input_ids, 1),
-        "position_ids": cp.shard(position_ids.expand(input_ids.shape), 1),
+        "position_ids": cp.shard(positions.to(input_ids.device).expand(input_ids.shape), 1),
         "past_key_values": OfShard(bounds),
     }
     if following is not None:
@@ -155,41 +156,40 @@ def starts(bounds: tuple[int, ...], positions: Tensor) -> Tensor:
     return edges[torch.searchsorted(edges, positions, right=True) - 1]
 
 
-def _positions(seq_length: int, bounds: tuple[int, ...]) -> Tensor:
-    positions = torch.arange(seq_length)
-    return (positions - starts(bounds, positions) if bounds else positions)[None]
+def require_shape(name: str, x: Tensor, input_ids: Tensor) -> None:
+    """ValueError for what is not of all rows or, if positions, of one."""
+    shapes = (input_ids.shape, (1, input_ids.size(1))) if name == "position_ids" else (input_ids.shape,)
+    refuse(x.shape not in shapes, f"`{name}` of {list(x.shape)} for input_ids of {list(input_ids.shape)}")
 
 
-def bounds_of(
-    input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None
-) -> tuple[int, ...]:
-    """Of the documents; empty: one."""
-    seq_length = input_ids.size(1)
-    restarts: tuple[int, ...] = ()
+def document_starts(
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
+    real: Tensor | None = None,
+) -> Tensor:
+    """1 where a document of rows ``[b, s]`` begins, int64 like them; bounds are of all rows, one behind the other.
+
+    real: 0 where there is padding; None: nowhere. ValueError for what does not describe documents.
+    """
+    starts, real = torch.zeros_like(input_ids), torch.ones_like(input_ids) if real is None else real
     if position_ids is not None:
-        if (
-            position_ids.dim() != 2
-            or position_ids.size(0) not in (1, len(input_ids))
-            or seq_length != position_ids.size(1)
-        ):
-            raise ValueError(
-                f"position_ids must be those of the whole sequence, {list(input_ids.shape)}, got "
-                f"{list(position_ids.shape)}"
-            )
-        begins = position_ids.diff(dim=1) != 1
-        refuse(
-            not bool((begins == begins[:1]).all()),
-            "documents that begin at different tokens in different rows: pack a single row",
-        )
-        restarts = (0, *(begins[0].nonzero().flatten() + 1).tolist(), seq_length)
-    if cu_seq_lens_q is None:
-        return restarts if len(restarts) > 2 else ()
-    bounds = document_bounds(cu_seq_lens_q, seq_length)
-    if cu_seq_lens_k is not None and document_bounds(cu_seq_lens_k, seq_length) != bounds:
-        raise ValueError("cu_seq_lens_k must be the bounds of cu_seq_lens_q: a token sees only its own document")
-    if len(restarts) > 2 and restarts != bounds:
-        raise ValueError(
-            f"position_ids begin documents at {shortened(restarts[:-1])}, cu_seq_lens_q at {shortened(bounds[:-1])}: "
-            "they must agree"
-        )
-    return bounds if len(bounds) > 2 else ()
+        starts[:, 1:] = (position_ids.expand(starts.shape).diff(dim=1) != 1) & (real[:, 1:] != 0)
+    if cu_seq_lens_q is not None:
+        bounds, by_positions = document_bounds(cu_seq_lens_q, starts.numel()), starts
+        other = cu_seq_lens_k is not None and document_bounds(cu_seq_lens_k, starts.numel()) != bounds
+        refuse(other, "other cu_seq_lens_k than _q")
+        starts = torch.zeros_like(input_ids)
+        starts.view(-1)[list(bounds[:-1])] = 1
+        starts[:, 0] = 0
+        apart = bool(by_positions.any()) and not torch.equal(by_positions, starts)
+        refuse(apart, "other documents by position_ids than by bounds")
+    starts[:, 0] = 1
+    if position_ids is not None:
+        index = torch.arange(starts.size(1), device=starts.device).expand(starts.shape)
+        counted = index - (index * starts).cummax(dim=1).values
+        known = (counted, index) if cu_seq_lens_q is not None else (counted,)
+        wrong = all(bool(((position_ids != count) & (real != 0)).any()) for count in known)
+        refuse(wrong, "position_ids that do not count from 0 in each document")
+    return starts

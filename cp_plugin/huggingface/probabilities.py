@@ -108,14 +108,12 @@ def _score_rows(
     asked = _Asked(cp, None if labels is None else mine, temperature)
     output = model(**batch, use_cache=False, **{ASKED: asked})
     refuse(not isinstance(output, dict) or ASKED not in output, "a model that is not divided: call apply first")
-    bounds = batch["cu_seq_lens_q"].tolist() if "cu_seq_lens_q" in batch else []
-    found = placed(cp, tuple(bounds)).unshard(output[ASKED], 1)[:, : ids.size(1)]
+    found = placed(cp, batch["past_key_values"].documents).unshard(output[ASKED], 1)[:, : ids.size(1)]
     if padding is None or order is None:
         return found
-    back = order.argsort(dim=1)
     if labels is None:
-        back, padding = back[..., None].expand(found.shape), padding[..., None]
-    return found.gather(1, back).masked_fill(padding, 0)
+        order, padding = order[..., None].expand(found.shape), padding[..., None]
+    return found.new_zeros(found.shape).scatter(1, order, found).masked_fill(padding, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

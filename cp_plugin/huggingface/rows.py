@@ -5,13 +5,18 @@
     rank 1    row 1 ------+    +-- tokens 2 3 of rows 0 1 --> model --+    +--> logits of row 1
 
 The ranks' losses add up to the loss of all rows. Loading rows needs no communication, so that any loader will do, and
-what the model says of a row comes back to the rank that has it, so that whoever gathers and counts rows may go on.
+what the model says of a row comes back to the rank that has it, so that whoever gathers and counts rows may go on, such
+as transformers' ``Trainer``, whose ``average_tokens_across_devices`` makes the loss the mean over the tokens of all
+ranks:
+
+    huggingface.apply(model, cp)
+    Trainer(model=model, args=args, train_dataset=rows, data_collator=huggingface.Collator(cp))
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 
 from cp_plugin.engine.attention.agreement import gathered, problem_of_ranks
 from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.comm import Ledger, Mesh
 from cp_plugin.engine.common.eager import eager
-from cp_plugin.engine.core.mask import document_bounds
 from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.huggingface.attention import placed, refuse
-from cp_plugin.huggingface.batch import IGNORED, part
+from cp_plugin.huggingface.batch import IGNORED, document_starts, part, require_shape
 
 ROWS = "cp_rows"
 """Key of a tensor ``[b, s]`` by which rows of a rank's own are known: 1 where an example begins; -1: nobody knows."""
@@ -38,6 +43,65 @@ _TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_id
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _FILLING = (0, IGNORED, 0, -1, 0)
 """Of input_ids, labels, starts, owner and place; no counted token sees them, whatever they are."""
+
+
+class Collator:
+    """Batches of rows of this rank's own, which a divided model exchanges with the other ranks' when it is called."""
+
+    def __init__(
+        self,
+        cp: ContextParallel,
+        collate: Callable[[Sequence[Any]], Mapping[str, Any]] | None = None,
+        *,
+        pad_token_id: int = 0,
+    ) -> None:
+        """
+        Args:
+            collate: makes a batch of rows: ``input_ids`` ``[b, s]`` and perhaps ``labels``, ``attention_mask`` (padding
+                on the right) and ``position_ids`` of that shape, or packs as ``DataCollatorWithFlattening`` does. None:
+                pads the rows on the right and stacks them.
+            pad_token_id: fills up rows on the right, without labels, where there is no ``collate``.
+        """
+        self.cp, self.collate, self.pad_token_id = cp, collate, pad_token_id
+
+    def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
+        """The batch with ``labels`` (None: the input without padding), and ``shift_labels``; without communication.
+
+        What the ranks cannot divide is refused by all of them when the model is called; alone, here already.
+        """
+        batch = self._stacked(examples) if self.collate is None else dict(self.collate(examples))
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        labels = ids if batch.get("labels") is None else batch["labels"]
+        fits = mask is not None and mask.shape == labels.shape
+        batch["labels"] = labels.masked_fill(mask == 0, IGNORED) if fits else labels
+        if batch.get("shift_labels") is None:
+            batch["shift_labels"] = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+        batch[ROWS] = self._begun(batch, len(examples))
+        return batch
+
+    def _begun(self, batch: Mapping[str, Any], examples: int) -> Tensor:
+        """``[b, s]``: 1 where an example begins; -1 where that is not known."""
+        rows = torch.zeros_like(batch["input_ids"])
+        rows[:, 0] = 1
+        try:
+            documents = starts_of(batch)
+        except ValueError:
+            if self.cp.size == 1:
+                raise
+            return rows
+        if len(rows) == examples:
+            return rows
+        return documents if int(documents.sum()) == examples else -rows
+
+    def _stacked(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        rows = [{key: x for key, x in example.items() if not isinstance(x, str)} for example in examples]
+        if len({len(row["input_ids"]) for row in rows}) > 1:
+            rows = [{"attention_mask": torch.ones(len(row["input_ids"]), dtype=torch.int64)} | row for row in rows]
+        filling = {"input_ids": self.pad_token_id, "labels": IGNORED}
+        return {
+            key: pad_sequence([torch.as_tensor(row[key]) for row in rows], True, filling.get(key, 0))
+            for key in {key: None for row in rows for key in row}
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,32 +311,17 @@ def _loss(cp: ContextParallel, loss: Tensor, training: bool) -> Tensor:
 
 def starts_of(named: Mapping[str, Any]) -> Tensor:
     """1 where a document begins, int64 like the ids; ValueError for rows that cannot be divided."""
-    ids = named["input_ids"]
+    ids, mask, documents = named["input_ids"], named.get("attention_mask"), named.get("seq_idx")
     refuse(ids.dim() != 2, f"input_ids of {list(ids.shape)}, which are not [b, s]")
     for name, x in named.items():
         if isinstance(x, Tensor) and x.numel() > 1 and name not in (*_BOUNDS, ROWS):
             refuse(name not in _TOKENS, f"`{name}` in rows: remove it from them, or in a collate function")
-            shapes = (ids.shape, (1, ids.size(1))) if name == "position_ids" else (ids.shape,)
-            refuse(x.shape not in shapes, f"`{name}` of {list(x.shape)} for input_ids of {list(ids.shape)}")
+            require_shape(name, x, ids)
     refuse(_uneven(), "even_batches=False of accelerate, by which ranks get different numbers of batches")
     refuse(bool(named.get("logits_to_keep")), "logits_to_keep, which would count from the end of each shard")
-    mask = named.get("attention_mask")
     real = torch.ones_like(ids) if mask is None else (mask != 0).long()
     refuse(bool((real.diff(dim=1) > 0).any()), "padding on the left: set the tokenizer's padding_side to right")
-    starts = torch.zeros_like(ids)
-    positions, bounds = named.get("position_ids"), named.get("cu_seq_lens_q")
-    if positions is not None:
-        starts[:, 1:] = (positions.expand(ids.shape).diff(dim=1) != 1) & (real[:, 1:] != 0)
-    if bounds is not None:
-        ends = document_bounds(bounds, ids.numel())
-        other = named.get("cu_seq_lens_k")
-        refuse(other is not None and document_bounds(other, ids.numel()) != ends, "other cu_seq_lens_k than _q")
-        told = torch.zeros_like(ids)
-        told.view(-1)[list(ends[:-1])] = 1
-        told[:, 0] = 0
-        refuse(bool(starts.any()) and not torch.equal(starts, told), "other documents by position_ids than by bounds")
-        starts = told
-    documents = named.get("seq_idx")
+    starts = document_starts(ids, *(named.get(key) for key in ("position_ids", *_BOUNDS[:2])), real)
     if documents is not None:
         differ = documents.diff(dim=1) != 0
         refuse(not torch.equal(differ, starts[:, 1:] != 0), "other documents by seq_idx than by position_ids")
@@ -280,11 +329,4 @@ def starts_of(named: Mapping[str, Any]) -> Tensor:
         mask is not None and bool(starts[:, 1:].any()),
         "documents and an attention_mask, with which transformers looks for none: leave the mask out",
     )
-    starts[:, 0] = 1
-    if positions is not None:
-        index = torch.arange(ids.size(1), device=ids.device).expand(ids.shape)
-        counted = index - (index * starts).cummax(dim=1).values
-        known = (counted, index) if bounds is not None else (counted,)
-        wrong = all(bool(((positions != count) & (real != 0)).any()) for count in known)
-        refuse(wrong, "position_ids that do not count from 0 in each document")
     return starts

@@ -131,17 +131,16 @@ def differs(
     return max(on_ranks(rank, provider, ranks, **options))
 
 
+def raised(call: Callable[[], object]) -> str:
+    """What the ValueError says that a call raises."""
+    with pytest.raises(ValueError) as error:
+        call()
+    return str(error.value)
+
+
 def refusal(model: Any, provider: str = "ring", ranks: int = 2, **options: Any) -> str:
-    """What ``apply`` says on every rank; AssertionError if it says nothing."""
-
-    def rank(cp: ContextParallel) -> str:
-        try:
-            huggingface.apply(model, cp)
-        except ValueError as refused:
-            return str(refused)
-        raise AssertionError("accepted")
-
-    return on_ranks(rank, provider, ranks, **options)[0]
+    """What ``apply`` says on every rank."""
+    return on_ranks(lambda cp: raised(lambda: huggingface.apply(model, cp)), provider, ranks, **options)[0]
 
 
 class Around(torch.nn.Module):
