@@ -24,26 +24,21 @@ def _field(path: str, *, why: str, fix: str = "leave it out", refused: Callable[
 
     def looks_at(config: Any) -> Found:
         value = _value(config, path)
-        return when(value if refused is None else refused(config), value=_shown(config, path, value))
+        plain = isinstance(value, bool | int | float | str)
+        kind = type(config.model if path == "model.provide" else value).__name__
+        return when(value if refused is None else refused(config), value=f" = {value!r}" if plain else f" ({kind})")
 
     return Rule(name=f"config.{path}", what=f"config.{path}{{value}}", why=why, fix=fix, looks_at=looks_at)
 
 
-def _shown(config: Any, path: str, value: Any) -> str:
-    if isinstance(value, bool | int | float | str):
-        return f" = {value!r}"
-    return f" ({type(config.model if path.endswith('.provide') else value).__name__})"
-
-
-def _bridge(module: str, *names: str) -> tuple[Any, ...]:
-    """Classes of Bridge, which is imported no earlier than a config is checked."""
-    owner = import_module(f"megatron.bridge.{module}")
-    return tuple(getattr(owner, name) for name in names)
+def _bridges(module: str, name: str) -> Any:
+    """A class of Bridge, which is imported no earlier than a config is checked."""
+    return getattr(import_module(f"megatron.bridge.{module}"), name)
 
 
 def fine_tunes(config: Any) -> bool:
     """Whether the data is Bridge's ``GPTSFTDatasetConfig``: pairs of prompt and answer, packed or not."""
-    return isinstance(config.dataset, _bridge("training.config", "GPTSFTDatasetConfig"))
+    return isinstance(config.dataset, _bridges("training.config", "GPTSFTDatasetConfig"))
 
 
 def _odd(length: str) -> Callable[[Any], bool]:
@@ -69,7 +64,7 @@ MODEL = _field(
     "model",
     why="only GPTModelProvider models were tested",
     fix="use a recipe with such a model, such as those for Llama and Qwen",
-    refused=lambda config: not isinstance(config.model, _bridge(*_GPT)),
+    refused=lambda config: not isinstance(config.model, _bridges(*_GPT)),
 )
 """If it applies, the others do not: their fields need not exist."""
 _GPU = "leave it out, or train on a GPU"
@@ -83,7 +78,7 @@ RULES = (
         "model.provide",
         why="this provider builds a model of its own, which may shard the sequence itself",
         fix="use a recipe whose model is a plain GPTModelProvider",
-        refused=lambda config: type(config.model).provide is not _bridge(*_GPT)[0].provide,
+        refused=lambda config: type(config.model).provide is not _bridges(*_GPT).provide,
     ),
     _field(
         "model.use_transformer_engine_full_layer_spec",
@@ -95,7 +90,7 @@ RULES = (
         why="its batches were not tested with the plugin",
         fix="use GPTDatasetConfig, MockGPTDatasetConfig or GPTSFTDatasetConfig",
         refused=lambda config: (
-            not isinstance(config.dataset, _bridge("training.config", "GPTDatasetConfig", "GPTSFTDatasetConfig"))
+            not (fine_tunes(config) or isinstance(config.dataset, _bridges("training.config", "GPTDatasetConfig")))
         ),
     ),
     _field(
@@ -137,11 +132,7 @@ RULES = (
     ),
 )
 ON_CPU = (
-    _field(
-        "model.mtp_num_layers",
-        why="Bridge builds these layers with Transformer Engine, which needs CUDA",
-        fix=_GPU,
-    ),
+    _field("model.mtp_num_layers", why="Bridge builds these layers with Transformer Engine, on CUDA", fix=_GPU),
     _field("model.fp8", why="FP8 layers need Transformer Engine, on CUDA", fix=_GPU),
     _field("model.tp_comm_overlap", why="its buffers need Transformer Engine, on CUDA", fix=_GPU),
     _field("dist.use_megatron_fsdp", why="it was not tested with Bridge on the CPU", fix=_GPU),
