@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,32 +105,27 @@ def test_a_model_that_cannot_take_a_tree_is_refused(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_wrong_input_is_refused_and_undoing_it_generates(dtype: torch.dtype) -> None:
-    def wrong(model: Any, cp: ContextParallel) -> Iterator[tuple[str, Callable[[], object]]]:
-        batch = huggingface.shard(cp, tokens(128))
-        unshifted = {key: y for key, y in batch.items() if key != "shift_labels"}
-        seen = torch.ones_like(batch["input_ids"])
-        padded = seen.clone()
-        padded[0, 0] = 0
-        yield "position_ids must be those", lambda: model(tokens(128))
-        yield "position_ids must be those", lambda: model(tokens(128), position_ids=torch.arange(128)[None])
-        yield "position_ids must be those", lambda: model.generate(tokens(128), max_new_tokens=2)
-        yield "labels would be shifted", lambda: model(**unshifted)
-        smoothed = {key: y for key, y in batch.items() if key != "labels"}  # as by Trainer's label smoother
-        yield "label_smoothing_factor=0", lambda: model(**smoothed)
-        yield "does not support padding", lambda: model(**batch, attention_mask=padded)
-        yield (
-            "does not support a custom mask",
-            lambda: model(**batch, attention_mask=torch.zeros(2, 1, 32, 32, dtype=dtype)),
-        )
-        model(**batch, attention_mask=seen)
-
     model = model_of("llama", dtype)
 
     def rank(cp: ContextParallel) -> None:
         huggingface.apply(model, cp)
-        for message, call in wrong(model, cp):
+        batch, whole = huggingface.shard(cp, tokens(128)), {"input_ids": tokens(128)}
+        seen = torch.ones_like(batch["input_ids"])
+        padded = seen.masked_fill(torch.arange(32) < torch.tensor([[1], [0]]), 0)
+        wrong: list[tuple[str, dict[str, Any]]] = [
+            ("position_ids must be those", whole),
+            ("position_ids must be those", whole | {"position_ids": torch.arange(128)[None]}),
+            ("labels would be shifted", batch | {"shift_labels": None}),
+            ("label_smoothing_factor=0", batch | {"labels": None}),  # as by Trainer's label smoother
+            ("does not support padding", batch | {"attention_mask": padded}),
+            ("does not support a custom mask", batch | {"attention_mask": torch.zeros(2, 1, 32, 32, dtype=dtype)}),
+        ]
+        for message, given in wrong:
             with pytest.raises(ValueError, match=message):
-                call()
+                model(**given)
+        with pytest.raises(ValueError, match="position_ids must be those"):
+            model.generate(tokens(128), max_new_tokens=2)
+        model(**batch, attention_mask=seen)
         model.set_attn_implementation("sdpa")
         assert model.generate(tokens(128), max_new_tokens=2, do_sample=False).shape == (2, 130)
 

@@ -1,9 +1,4 @@
-"""``ci/faults/fuzz_huggingface.py``: some cases by day, more by night, and every rope; a planted fault is found.
-
-Kind: whatever is computed from the length of a shard, or from indices in it. Dynamic NTK took each rank's own largest
-position: q_proj was 0.5 to 34 % off, and the rank with the last token was right. LongRoPE changes its factors beyond
-the original length in the same way.
-"""
+"""``ci/faults/fuzz_huggingface.py``: some cases by day, more by night, and every rope; a planted fault is found."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Models that only round otherwise in shards are not refused; their roundings are those of one rank.
-
-Kind: a limit that is not one of what was rounded. ``apply`` took it from the dtype of the logits, which some models
-make float32 of 16-bit numbers, and from all tokens together, of which a router sends a few to other experts where
-rounding decides.
-"""
+"""Models that only round otherwise in shards are not refused; their roundings are those of one rank."""
 
 from __future__ import annotations
 

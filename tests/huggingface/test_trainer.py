@@ -1,8 +1,4 @@
-"""transformers' own ``Trainer``: its example equals one rank, and set-ups that train on something else are refused.
-
-Kind: the stock ``Trainer`` gives each rank rows of its own; a collator that shards them went on with a plausible loss
-(AutoModel 3359).
-"""
+"""transformers' own ``Trainer``: its example equals one rank, and set-ups that train on something else are refused."""
 
 from __future__ import annotations
 

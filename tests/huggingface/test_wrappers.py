@@ -1,7 +1,4 @@
-"""What users do to a model beside training it: autocast, copies, saving, PEFT, compilation, another provider.
-
-Kind: a divided model is a module like any other, and each of these works, or says in one sentence why it does not.
-"""
+"""What users do to a model beside training: autocast, copies, saving, PEFT, another provider."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from tiny import (
     needs_transformers,
     on_ranks,
     pack,
+    raised,
     summed,
     tokens,
     train,
@@ -214,9 +212,7 @@ def test_what_is_set_after_apply_is_examined(what: str) -> None:
         assert len(seen) == cp.index
         if cp.index or what == "a loss":
             change(model)
-        with pytest.raises(ValueError) as raised:
-            model(**batch)
-        return str(raised.value)
+        return raised(lambda: model(**batch))
 
     assert re.search(message, on_ranks(rank)[1])
 
@@ -283,9 +279,7 @@ def test_virtual_tokens_are_refused_in_one_sentence(kind: str) -> None:
         model = model_of("llama")
         huggingface.apply(model, cp)
         config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
-        with pytest.raises(ValueError) as raised:
-            peft.get_peft_model(model, config)(**huggingface.shard(cp, tokens()))
-        return str(raised.value)
+        return raised(lambda: peft.get_peft_model(model, config)(**huggingface.shard(cp, tokens())))
 
     for text in on_ranks(rank):
         assert "Prompt tuning and similar methods would add their virtual tokens to every shard" in text, text
