@@ -46,17 +46,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def apply(
-    model: PreTrainedModel, cp: ContextParallel, *, linear: ContextParallel | None = None, check: bool = True
-) -> None:
+def apply(model: PreTrainedModel, cp: ContextParallel, *, check: bool = True) -> None:
     """Distribute the model's attention over the ranks of ``cp``; collective. Call it last; the model then takes shards.
+    Gated delta nets and short convolutions use LASP-2 on the same tokens.
 
     Applied again, it takes the new ``cp``. ``undo``, or ``model.set_attn_implementation("sdpa")``, undoes it.
 
     Args:
         model: or a wrapper around one, such as PEFT's.
-        linear: for gated delta nets and short convolutions: a ``ContextParallel`` of linear attention in the layout of
-            ``cp``. None: LASP-2.
         check: first examine the model with a few tokens: whether anything but attention mixes them or depends on
             a shard's length (``structure``), whether each layer's attention (``comparison``) and the loss (``loss``)
             are those of one rank. What these find would be wrong without an error.
@@ -80,7 +77,7 @@ def apply(
         model.set_attn_implementation(division.name)
         if not division.active:
             raise ValueError(f"{type(model).__name__} does not get its attention from transformers' AttentionInterface")
-        division.linear = layers.needed(model, cp, linear)
+        division.linear = layers.lasp2(model, cp)
         if check:
             _examine(model, division)
             if cp.size > 1:

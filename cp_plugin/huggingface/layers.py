@@ -194,34 +194,20 @@ def rotary(model: nn.Module) -> Iterator[nn.Module]:
             yield layer
 
 
-def needed(model: nn.Module, cp: ContextParallel, linear: ContextParallel | None) -> ContextParallel | None:
-    """The ``ContextParallel`` for a model's linear layers: the one passed, or LASP-2 on the same tokens; None where the
-    model has no such layers. Collective. ValueError for tokens on which linear attention cannot run, or one on other
-    tokens than ``cp``."""
+def lasp2(model: nn.Module, cp: ContextParallel) -> ContextParallel | None:
+    """LASP-2 on the tokens of ``cp`` for a model's linear layers; None where it has none. Collective. ValueError for
+    tokens on which linear attention cannot run."""
     names = sorted({type(layer).__name__ for layer in mixers(model)})
     if not names:
         return None
-    if linear is None:
-        if cp.layout.cyclic and cp.size > 1:
-            raise ValueError(
-                f"{', '.join(names)}: linear attention and convolutions need neighbouring tokens on the same rank, but "
-                f"the layout is {cp.layout.name}: use zigzag or contiguous, such as "
-                'ContextParallel("ring", layout="zigzag", group=group)'
-            )
-        linear = _on_same_ranks(cp)
-    if linear.provider.kind != "linear":
-        raise ValueError(f"linear: {linear.provider.name!r} is for softmax attention: use lasp2")
-    if (linear.layout, linear.size, linear.index) != (cp.layout, cp.size, cp.index) or linear.numbers != cp.numbers:
-        raise ValueError(
-            f"linear: its tokens are in the layout {linear.layout.name} on {linear.size} ranks, but those of attention "
-            f"in the layout {cp.layout.name} on {cp.size}: use the same layout and ranks"
-        )
-    return linear
-
-
-def _on_same_ranks(cp: ContextParallel) -> ContextParallel:
     if cp.size == 1:
         return ContextParallel("lasp2", group=None)
+    if cp.layout.cyclic:
+        raise ValueError(
+            f"{', '.join(names)}: linear attention and convolutions need neighbouring tokens on the same rank, but the "
+            f"layout is {cp.layout.name}: use zigzag or contiguous, such as "
+            'ContextParallel("ring", layout="zigzag", group=group)'
+        )
     where: dict[str, Any] = {"mesh": cp.mesh} if cp.group is None else {"group": cp.group}
     linear = ContextParallel("lasp2", layout=cp.layout.name, **where)
     linear._number(cp.numbers)

@@ -13,8 +13,6 @@ import torch
 from tiny import compare, model_of, on_ranks, tokens, train, transformers
 
 from cp_plugin import ContextParallel, Tree, huggingface
-from cp_plugin.engine.comm import Mesh, TraceMesh
-from cp_plugin.huggingface import layers
 from cp_plugin.testing.launch import run_ranks
 
 
@@ -25,30 +23,6 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
 
 
 TREE = Tree((30, 11, 9, 4, 20, 0, 27, 15, 12), (-1, 0, 1, 1, 0, 4, -1, 6, 6))
-
-
-ZIGZAG = {"layout": "zigzag"}
-OTHERS: dict[str, tuple[str, dict[str, Any], Mesh, str]] = {
-    "layout": ("lasp2", {"layout": "contiguous"}, TraceMesh({"cp": 4}, 1), "in the layout contiguous on 4 ranks"),
-    "number of ranks": ("lasp2", ZIGZAG, TraceMesh({"cp": 2}, 1), "in the layout zigzag on 2 ranks"),
-    "rank": ("lasp2", ZIGZAG, TraceMesh({"cp": 4}, 2), "use the same layout and ranks"),
-    "order of ranks": ("lasp2", ZIGZAG, TraceMesh({"cp": 4}, 1), "use the same layout and ranks"),
-    "kind of attention": ("ring", ZIGZAG, TraceMesh({"cp": 4}, 1), "'ring' is for softmax attention: use lasp2"),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_linear_layers_on_other_tokens_are_refused(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
-    provider, options, mesh, said = OTHERS[other]
-    monkeypatch.setattr(layers, "mixers", lambda model: model)
-    cp = ContextParallel("ring", mesh=TraceMesh({"cp": 4}, 1), **ZIGZAG)
-    linear = ContextParallel(provider, mesh=mesh, **options)
-    if other == "order of ranks":
-        linear._number((1, 0, 2, 3))
-    with pytest.raises(ValueError, match=said):
-        layers.needed(torch.nn.ModuleList([torch.nn.Conv1d(1, 1, 1)]), cp, linear)
-    fitting = ContextParallel("lasp2", mesh=cp.mesh, **ZIGZAG)
-    assert layers.needed(torch.nn.ModuleList([torch.nn.Conv1d(1, 1, 1)]), cp, fitting) is fitting
 
 
 def of_sequences(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
