@@ -163,23 +163,14 @@ class _Asked:
         """By the model's own head, with whatever it, or a later wrapper of its forward, does to logits; float32."""
         model, division = forward.model, forward.division
         name, inside = model.base_model_prefix, division.inside
-        usual, model._modules[name], division.inside = model._modules[name], _Done(x), True
+        done = nn.Module()  # an inner model that has run already
+        done.forward = lambda *args, **named: _Output((x,))
+        usual, model._modules[name], division.inside = model._modules[name], done, True
         try:
             ids = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
             return model.forward(input_ids=ids, use_cache=False).logits.float()
         finally:
             model._modules[name], division.inside = usual, inside
-
-
-class _Done(nn.Module):
-    """An inner model that has run already."""
-
-    def __init__(self, x: Tensor) -> None:
-        super().__init__()
-        self.x = _Output((x,))
-
-    def forward(self, *args: Any, **named: Any) -> _Output:
-        return self.x
 
 
 class _Output(tuple):
