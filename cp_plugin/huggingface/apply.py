@@ -55,8 +55,8 @@ def apply(model: PreTrainedModel, cp: ContextParallel, *, check: bool = True) ->
     Args:
         model: or a wrapper around one, such as PEFT's.
         check: first examine the model with a few tokens: whether anything but attention mixes them or depends on
-            a shard's length (``structure``), whether each layer's attention (``comparison``) and the loss (``loss``)
-            are those of one rank. What these find would be wrong without an error.
+            a shard's length, whether each layer's attention, the hidden states and the loss are those of one rank.
+            What this finds would be wrong without an error.
 
     Raises:
         ImportError: without transformers.

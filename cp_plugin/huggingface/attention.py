@@ -103,6 +103,11 @@ class Division:
         return bool(self.config._attn_implementation == self.name)
 
     @property
+    def divides_layers(self) -> bool:
+        """Whether layers other than attention are divided, too: not while a probe asks for their own results."""
+        return self.active and not (self.probe is not None and self.probe.own)
+
+    @property
     def call(self) -> Call:
         """The call that runs or, where a backward pass computes a layer again, the last one.
 

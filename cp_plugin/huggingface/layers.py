@@ -125,8 +125,7 @@ class _Convolution:
 
 def _enter(division: Division, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Before a layer that mixes tokens."""
-    whole = division.probe is not None and division.probe.own
-    _running.division = division if division.active and not whole else None
+    _running.division = division if division.divides_layers else None
     if division.probe is None and "cu_seq_lens_q" not in named:
         division.ignored.add("cu_seq_lens_q")
 
@@ -139,7 +138,7 @@ def _lengthen(
     division: Division, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before a rotary embedding: one more position, the largest of all ranks, whose angles are then dropped."""
-    if not division.active:
+    if not division.divides_layers:
         return None
     last = division.call.last_position
 
@@ -153,7 +152,7 @@ def _lengthen(
 
 
 def _shorten(division: Division, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    if not division.active:
+    if not division.divides_layers:
         return None
     if isinstance(output, Tensor):
         return output[..., :-1, :]
