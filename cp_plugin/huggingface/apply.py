@@ -35,6 +35,7 @@ from cp_plugin.huggingface.structure import (
     coarsest,
     longest,
     not_next_token,
+    output,
     probing,
     require_local,
     require_no_mixing,
@@ -67,6 +68,9 @@ def apply(model: PreTrainedModel, cp: ContextParallel, *, check: bool = True) ->
     model = _inside(model)
     undo(model)
     _refuse_by_name(model)
+    whole = tokens(model, TOKENS * cp.size)[:1]
+    with _named(model):
+        want = _evaluated(model, input_ids=whole) if check else None
     division = Division(cp, model.config)
     forward = Forward(model, division, model)
     try:
@@ -78,8 +82,9 @@ def apply(model: PreTrainedModel, cp: ContextParallel, *, check: bool = True) ->
         if not division.active:
             raise ValueError(f"{type(model).__name__} does not get its attention from transformers' AttentionInterface")
         division.linear = layers.lasp2(model, cp)
-        if check:
+        if want is not None:
             _examine(model, division)
+            _require_same_results(model, division, whole, want)
             if cp.size > 1:
                 forward.additions = Additions(model, _examine)
             division.calls = Calls()  # the first ones of training are compared
@@ -167,6 +172,19 @@ def _named(model: PreTrainedModel) -> Iterator[None]:
         ) from error
 
 
+def _evaluated(model: PreTrainedModel, **batch: Tensor) -> Tensor:
+    with unchanged(model):
+        return output(model.eval(), **batch)
+
+
+def _require_same_results(model: PreTrainedModel, division: Division, whole: Tensor, want: Tensor) -> None:
+    """Of the whole model, as it was called before: a forward of its instance may make other positions."""
+    batch = shard(division.cp, whole)
+    with _named(model):
+        mine = _evaluated(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    _compare_results(model, division, want, mine)
+
+
 class Both:
     """Compares the two, and answers with the model's own numbers, also in linear layers."""
 
@@ -236,8 +254,12 @@ def require_same_attention(model: PreTrainedModel, division: Division) -> None:
     batch = shard(cp, ids)
     with unchanged(model):
         mine = body(model.eval(), input_ids=batch["input_ids"], position_ids=batch["position_ids"])
-    dtype = coarsest(model, division.dtype)
-    error = apart(want, placed(cp, (0, size)).unshard(mine, 1), 2, dtype)
+    _compare_results(model, division, want, mine)
+
+
+def _compare_results(model: PreTrainedModel, division: Division, want: Tensor, mine: Tensor) -> None:
+    cp, dtype = division.cp, coarsest(model, division.dtype)
+    error = apart(want, placed(cp, (0, want.size(1))).unshard(mine, 1), 2, dtype)
     if not error <= (limit := allowed(dtype)):
         raise ValueError(
             f"{type(model).__name__} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed "
