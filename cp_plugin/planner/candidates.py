@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cp_plugin.engine.attention.calls import Setup, can_place, settled_or_reason, with_float32_sums
-from cp_plugin.engine.comm import Mesh, TraceMesh, sums
 from cp_plugin.engine.common.text import show_option
 from cp_plugin.engine.core.layout import LAYOUTS
 from cp_plugin.engine.core.options import Options
@@ -227,37 +226,3 @@ def _divisors(n: int) -> list[int]:
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
     """One candidate per resolved layout and options."""
     return list({(c.setup.layout, c.setup.options): c for c in found}.values())
-
-
-def composition(setup: Setup) -> tuple[object, ...]:
-    """The structure of a method, independent of its name and its axes' names.
-
-    Equal for setups that make the same moves on the same axes with the same tokens on every rank.
-    """
-    provider, problem = setup.provider, setup.problem
-    if provider.kind != "softmax":
-        return provider.name, setup.layout, setup.options
-    axes = provider.axes(problem.size, setup.options)
-    method = provider.build(TraceMesh(axes, 0), _Kernel(), problem, setup.options)
-    beside = tuple(n for name, n in axes.items() if name in provider.beside)
-    apart = tuple(n for name, n in axes.items() if sums(name) in provider.extra_groups and n > 1)
-    sizes = tuple(n for n in axes.values() if n > 1)
-    return setup.layout, sizes, beside, apart, _parts(method, axes), setup.options.fp8, problem
-
-
-class _Kernel:
-    """Placeholder for the kernel a method is built around."""
-
-
-def _parts(part: object, axes: dict[str, int]) -> object:
-    if isinstance(part, Mesh):
-        return type(part).__name__
-    if isinstance(part, _Kernel):
-        return "kernel"
-    if isinstance(part, str):
-        return axes.get(part, part)
-    if isinstance(part, tuple):
-        return tuple(_parts(one, axes) for one in part)
-    if is_dataclass(part):
-        return type(part).__name__, *(_parts(getattr(part, f.name), axes) for f in fields(part))
-    return part

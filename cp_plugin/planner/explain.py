@@ -17,14 +17,14 @@ from cp_plugin.planner.errors import KNOWN_ERROR
 from cp_plugin.planner.machine.events import Post
 from cp_plugin.planner.machine.hardware import Cluster, Kernel, Link, Rate
 from cp_plugin.planner.machine.links import Level, Links
-from cp_plugin.planner.price import Priced, other_kinds, place_on, price
+from cp_plugin.planner.price import Priced, price
 from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.trace.simulation import HOST, WAITING
 from cp_plugin.planner.trace.timeline import Pass, Timeline, run
 from cp_plugin.planner.training.footprint import Footprint
 from cp_plugin.planner.training.iteration import Iteration
-from cp_plugin.planner.training.model import LINEAR, Model
-from cp_plugin.planner.training.parallel import RECOMPUTE, Parallel, divided_alike, problem
+from cp_plugin.planner.training.model import Model
+from cp_plugin.planner.training.parallel import RECOMPUTE, Parallel, divided_alike
 
 Resource = Literal["kernels", "memory", "host", "inter", "intra", "latency"]
 RESOURCES: Mapping[Resource, str] = {
@@ -145,10 +145,7 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster) ->
     stride, size = parallel.tensor, setup.problem.size
     whole = size <= EVERY or cluster.device.shared_by > 0
     one = Candidate(name=setup.provider.name, setup=setup, flags=as_flags(setup))
-    letters = set(model.attention_pattern) - {first_letter(model)}
-    problems = {letter: place_on(problem(model, parallel, letter), cluster, stride) for letter in letters}
-    others = other_kinds(one, problems)
-    priced = price(one, others, model, parallel, cluster, ranks="all" if whole else "few")
+    priced = price(one, model, parallel, cluster, ranks="all" if whole else "few")
     timeline = priced.main
     return Explanation(
         model=model,
@@ -159,11 +156,6 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster) ->
         free={r: run(setup, timeline.programs, make_free(cluster, r), stride).seconds for r in RESOURCES},
         sent=max((_sent(timeline, rank) for rank in timeline.programs), key=lambda sent: sum(sent.values())),
     )
-
-
-def first_letter(model: Model) -> str:
-    """The kind of attention that is explained, as ``search`` chooses it: softmax where the model has any."""
-    return min(model.attention_pattern, key=lambda letter: (letter == LINEAR, letter))
 
 
 def split(of: Pass) -> dict[int, Split]:

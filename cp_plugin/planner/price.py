@@ -19,7 +19,7 @@ from cp_plugin.planner.trace.timeline import Ranks, Timeline, links_of, simulate
 from cp_plugin.planner.training.footprint import Footprint, footprint
 from cp_plugin.planner.training.iteration import Iteration, iteration
 from cp_plugin.planner.training.model import LINEAR, Model
-from cp_plugin.planner.training.parallel import Parallel
+from cp_plugin.planner.training.parallel import Parallel, problem
 
 _NARROWEST = 2 / 3
 """Lower bound on upstream's backward bytes over the formula's: keys, values, and gradients half as wide as ours."""
@@ -76,39 +76,43 @@ class Priced:
         return max(sum(e.sent for e in (*p.forward, *p.backward) if isinstance(e, Post)) for p in programs)
 
 
-def price(
-    candidate: Candidate,
-    others: Mapping[str, Candidate],
-    model: Model,
-    parallel: Parallel,
-    cluster: Cluster,
-    ranks: Ranks = "busiest",
-) -> Priced:
-    """Simulate a candidate and price it.
+def price(candidate: Candidate, model: Model, parallel: Parallel, cluster: Cluster, ranks: Ranks = "busiest") -> Priced:
+    """Simulate a candidate for the model's first kind of attention (``problems_of``), and price it.
 
-    Args:
-        others: letter -> the candidate for layers of other kinds.
-        ranks: simulated for the candidate; for the others always the busiest.
+    ranks: simulated for the candidate; for layers of other kinds always the busiest.
     """
-    own = dict.fromkeys(sorted(set(model.attention_pattern) - others.keys()), candidate)
-    timelines = simulated({**own, **others}, cluster, parallel.tensor, ranks)
+    timelines = simulated(candidate, problems_of(model, parallel, cluster), cluster, parallel.tensor, ranks)
     return priced(candidate, timelines, model, parallel, cluster)
 
 
+def problems_of(model: Model, parallel: Parallel, cluster: Cluster) -> dict[str, Problem]:
+    """Attention letter -> one call in its layers, placed on the cluster. The kind that candidates are for comes first:
+    softmax, if the model has any."""
+    letters = sorted(set(model.attention_pattern), key=lambda letter: (letter == LINEAR, letter))
+    return {letter: place_on(problem(model, parallel, letter), cluster, parallel.tensor) for letter in letters}
+
+
 def simulated(
-    each: Mapping[str, Candidate], cluster: Cluster, stride: int, ranks: Ranks = "busiest"
+    candidate: Candidate, problems: Mapping[str, Problem], cluster: Cluster, stride: int, ranks: Ranks = "busiest"
 ) -> dict[str, Timeline]:
-    """Letter -> one attention call of the candidate for its layers, in the same order.
+    """Attention letter -> one call. The candidate is for layers of the first kind; those of other kinds run the same
+    method on the same token layout, linear ones LASP-2.
 
     Args:
         stride: devices between context-parallel ranks: the tensor-parallel size.
-        ranks: simulated for the first; for the others always the busiest.
+        ranks: simulated for the first kind; for the others always the busiest.
     """
-    timelines = {}
-    for number, (letter, one) in enumerate(each.items()):
-        some = "busiest" if number else ranks
-        trace = stock_program if one.upstream else program
-        timelines[letter] = simulate(one.setup, cluster=cluster, stride=stride, ranks=some, trace=trace)
+    tokens, timelines = candidate.setup.problem, {}
+    for letter, its in problems.items():
+        setup, first = candidate.setup, not timelines
+        if letter == LINEAR and not first:
+            setup = linear_candidates(its)[0].setup
+        elif not first:
+            alike = replace(its, seq_length=tokens.seq_length, bounds=tokens.bounds, placed=tokens.placed)
+            setup = replace(setup, problem=alike)
+        trace = stock_program if candidate.upstream and setup.provider.kind == "softmax" else program
+        some = ranks if first else "busiest"
+        timelines[letter] = simulate(setup, cluster=cluster, stride=stride, ranks=some, trace=trace)
     return timelines
 
 
@@ -141,19 +145,6 @@ def held(candidate: Candidate, timelines: Mapping[str, Timeline], model: Model, 
     peaks = [peak for t in timelines.values() for p in t.programs.values() for peak in p.peaks]
     communicators = sum(t.setup.communicators for t in timelines.values())
     return footprint(model, trained(candidate, parallel), peaks, communicators)
-
-
-def other_kinds(candidate: Candidate, problems: Mapping[str, Problem]) -> dict[str, Candidate]:
-    """Candidates for the other kinds of layers: the same method on the same token layout, LASP-2 for linear ones."""
-    tokens = candidate.setup.problem
-    found = {}
-    for letter, its in problems.items():
-        if letter == LINEAR:
-            found[letter] = linear_candidates(its)[0]
-            continue
-        alike = replace(its, seq_length=tokens.seq_length, bounds=tokens.bounds, placed=tokens.placed)
-        found[letter] = replace(candidate, setup=replace(candidate.setup, problem=alike))
-    return found
 
 
 def trained(candidate: Candidate, parallel: Parallel) -> Parallel:

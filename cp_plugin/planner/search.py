@@ -6,16 +6,27 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from cp_plugin.engine.common.text import show_bytes
-from cp_plugin.planner.asked import Asked, Division
-from cp_plugin.planner.candidates import DEFAULT, Candidate, refusals, variants
+from cp_plugin.planner.asked import Asked
+from cp_plugin.planner.candidates import DEFAULT, Candidate, candidates, linear_candidates, refusals, variants
 from cp_plugin.planner.errors import KNOWN_ERROR, tie, typical_error
-from cp_plugin.planner.machine.events import Seconds
-from cp_plugin.planner.price import Priced, add_recomputation, held, priced, trained
+from cp_plugin.planner.price import (
+    Priced,
+    add_recomputation,
+    computes,
+    held,
+    least,
+    priced,
+    problems_of,
+    simulated,
+    trained,
+)
 from cp_plugin.planner.training.footprint import Footprint, footprint
 from cp_plugin.planner.training.iteration import iteration
+from cp_plugin.planner.training.model import LINEAR
 from cp_plugin.planner.training.parallel import Parallel, divided_alike, selections
 
 _PATIENCE = 4000
@@ -91,9 +102,8 @@ def answer(
         fitting = [c for c in ([s for s in some if asked.fits(footprint(asked.model, s))] for some in choices) if c]
         fits = fits or bool(fitting)
         choices = fitting or choices
-        divisions = Division.each(side, [some[0] for some in choices])
-        searches = [_Search(d, some, hopeless, progress) for some, d in zip(choices, divisions, strict=True)]
-        searches = [search for search in searches if search.division.candidates] or searches[:1]
+        searches = [_Search(side, some, hopeless, progress) for some in choices]
+        searches = [search for search in searches if search.candidates] or searches[:1]
         best = _fastest(searches, worth) if fitting else None
         chosen.append(best or min(searches, key=lambda s: s.per_token))
         every += searches
@@ -122,7 +132,7 @@ def _answer(asked: Asked, searches: Sequence[_Search], every: Sequence[_Search])
     """The methods of these searches, one for each side, out of ``every`` search."""
     for search in searches:
         search.finish()
-    division = searches[0].division
+    first = searches[0].problem
     found = sorted((p for search in searches for p in search.priced.values()), key=searches[0].rank)
     able = [p for p in found if asked.fits(p.footprint) == asked.fits(found[0].footprint)]
     tied = tying(able)
@@ -132,7 +142,7 @@ def _answer(asked: Asked, searches: Sequence[_Search], every: Sequence[_Search])
         found=[*sorted(tied, key=_simplicity), *(p for p in found if p not in tied)],
         tied=len(tied),
         lost=sorted(lost, key=lambda one: one.seconds),
-        cannot=refusals(division.problems[division.main]) if division.softmax else {},
+        cannot=refusals(first) if first.decay == "none" else {},
         tried=sum(s.tried for s in every),
         simulated=sum(s.simulated for s in every),
     )
@@ -172,37 +182,46 @@ def _fastest(searches: Sequence[_Search], worth: float) -> _Search | None:
     return None if best is None else best[0]
 
 
-@dataclass
 class _Search:
     """Search over the candidates of one shape."""
 
-    division: Division
-    shapes: Sequence[Parallel]
-    """The shape, with each recomputation to choose from."""
-    hopeless: float
-    progress: Progress
-
-    def __post_init__(self) -> None:
+    def __init__(self, asked: Asked, shapes: Sequence[Parallel], hopeless: float, progress: Progress) -> None:
+        """shapes: the shape, with each recomputation to choose from."""
+        self.asked, self.shapes, self._hopeless, self._progress = asked, shapes, hopeless, progress
         self.priced: dict[str, Priced] = {}
         """Method -> its best candidate."""
         self.bounds: dict[str, float] = {}
-        self._seen: dict[int, Priced] = {}
         self.tried = self.simulated = 0
-        self.asked, shape = self.division.asked, self.shapes[0]
+        shape = shapes[0]
         self.context = shape.context
+        self._problems = problems_of(asked.model, shape, asked.cluster)
+        self._alone = {letter: computes(its, asked.cluster) for letter, its in self._problems.items()}
+        self._main, self.problem = next(iter(self._problems.items()))
         self._fastest = self._fastest_shape()
-        seconds = iteration(self.asked.model, self._fastest, self.asked.cluster, self.division.alone).seconds
+        seconds = iteration(asked.model, self._fastest, asked.cluster, self._alone).seconds
         self.per_token = seconds * shape.devices / (shape.global_batch * shape.seq_length)
         """Lower bound over all methods: seconds per token and device."""
 
+    @cached_property
+    def candidates(self) -> dict[str, list[Candidate]]:
+        """Method -> candidates that suit all kinds of softmax layers; linear ones where there is no softmax layer."""
+        if self._main == LINEAR:
+            return {c.name: [c] for c in linear_candidates(self.problem)}
+        asked, softmax = self.asked, {letter: its for letter, its in self._problems.items() if letter != LINEAR}
+        allowed = replace(asked.allowed, stock=asked.allowed.stock and LINEAR not in self._problems)
+        first, *more = (candidates(its, asked.fp8, allowed) for its in softmax.values())
+        also = [{c.flags for some in others.values() for c in some} for others in more]
+        suiting = {name: [c for c in some if all(c.flags in flags for flags in also)] for name, some in first.items()}
+        return {name: some for name, some in suiting.items() if some}
+
     def best(self) -> Iterator[Priced]:
         """The best candidate of each method, most promising methods first."""
-        ordered = {name: self._ordered(some) for name, some in self.division.candidates.items()}
+        ordered = {name: self._ordered(some) for name, some in self.candidates.items()}
         self.tried = sum(map(len, ordered.values()))
         best = math.inf
         for name, some in sorted(ordered.items(), key=lambda item: item[1][0][0]):
             self.bounds[name] = some[0][0]
-            if some[0][0] > self.hopeless * best:
+            if some[0][0] > self._hopeless * best:
                 continue
             found = self._best_of(some)
             self.priced[name] = found
@@ -215,21 +234,21 @@ class _Search:
         if not self.priced:
             list(self.best())
 
-    def _ordered(self, some: Sequence[tuple[Candidate, Seconds]]) -> list[tuple[float, Candidate]]:
+    def _ordered(self, some: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
         """With lower bounds, lowest first; of equals the largest head axis, which exchanges least often."""
-        bounds = [(self._bound(candidate, seconds), candidate) for candidate, seconds in some]
+        bounds = [(self._bound(candidate), candidate) for candidate in some]
         return sorted(bounds, key=lambda pair: (pair[0], -(pair[1].setup.options.head_parallel or 1)))
 
-    def _bound(self, candidate: Candidate, seconds: Seconds) -> float:
-        """Lower bound on an iteration, given that on an attention call."""
-        every = {**self.division.alone, self.division.main: seconds}
+    def _bound(self, candidate: Candidate) -> float:
+        """Lower bound on an iteration."""
+        every = {**self._alone, self._main: least(candidate, self.asked.cluster, self._fastest.tensor)}
         return iteration(self.asked.model, trained(candidate, self._fastest), self.asked.cluster, every).seconds
 
     def _fastest_shape(self) -> Parallel:
         """With the recomputation that takes least of those that fit without attention."""
-        cluster, alone = self.asked.cluster, self.division.alone
-        shapes = [*self.shapes, *self._recompute_layers(lambda shape: footprint(self.asked.model, shape))]
-        return min(shapes, key=lambda shape: iteration(self.asked.model, shape, cluster, alone).seconds)
+        model, cluster = self.asked.model, self.asked.cluster
+        shapes = [*self.shapes, *self._recompute_layers(lambda shape: footprint(model, shape))]
+        return min(shapes, key=lambda shape: iteration(model, shape, cluster, self._alone).seconds)
 
     def _best_of(self, some: Sequence[tuple[float, Candidate]]) -> Priced:
         """The best candidate of one method, then of its variants."""
@@ -245,21 +264,16 @@ class _Search:
         assert best is not None
         near = variants(best.candidate, self.asked.allowed)
         self.tried += len(near)
-        bounds = ((self._bound(c, self.division.least(c)), c) for c in near)
-        others = [self._price(c) for bound, c in bounds if bound < best.iteration.seconds]
+        others = [self._price(c) for c in near if self._bound(c) < best.iteration.seconds]
         return min((best, *others), key=self.rank)
 
     def _price(self, candidate: Candidate) -> Priced:
-        self.progress(f"{candidate.name} {candidate.setup}")
-        timelines = self.division.timelines(candidate)
-        key = id(timelines)
-        if key not in self._seen:
-            cluster = self.asked.cluster
-            shapes = [*self.shapes, *self._recompute_layers(lambda s: held(candidate, timelines, self.asked.model, s))]
-            every = (priced(candidate, timelines, self.asked.model, shape, cluster) for shape in shapes)
-            self._seen[key] = min(every, key=self.rank)
-            self.simulated += 1
-        return replace(self._seen[key], candidate=candidate)
+        self._progress(f"{candidate.name} {candidate.setup}")
+        self.simulated += 1
+        model, cluster = self.asked.model, self.asked.cluster
+        timelines = simulated(candidate, self._problems, cluster, self._fastest.tensor)
+        shapes = [*self.shapes, *self._recompute_layers(lambda shape: held(candidate, timelines, model, shape))]
+        return min((priced(candidate, timelines, model, shape, cluster) for shape in shapes), key=self.rank)
 
     def _recompute_layers(self, needs: Callable[[Parallel], Footprint]) -> list[Parallel]:
         """Full recomputation of the fewest layers of each stage that fit; empty unless recomputation is open."""

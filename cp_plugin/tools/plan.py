@@ -22,10 +22,10 @@ from cp_plugin.planner import explain as explaining
 from cp_plugin.planner import search
 from cp_plugin.planner.asked import Asked, Fixed, fitting, from_name, resize_cluster
 from cp_plugin.planner.machine import hardware
-from cp_plugin.planner.price import place_on
+from cp_plugin.planner.price import problems_of
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import LINEAR
-from cp_plugin.planner.training.parallel import RECOMPUTE, problem
+from cp_plugin.planner.training.parallel import RECOMPUTE
 from cp_plugin.tools import flags, output, show_plan
 from cp_plugin.tools.output import new_console
 
@@ -251,10 +251,9 @@ def _chosen(asked: Asked) -> Setup:
 
 def _settled(asked: Asked, provider: str, options: Options) -> Setup:
     """The named method; ValueError for an unknown one, and options that do not fit it."""
-    letter, parallel = explaining.first_letter(asked.model), asked.shapes[0]
+    letter, its = next(iter(problems_of(asked.model, asked.shapes[0], asked.cluster).items()))
     if provider not in providers.registry():
         one_of("--provider", provider, providers.names("linear" if letter == LINEAR else "softmax"))
-    its = place_on(problem(asked.model, parallel, letter), asked.cluster, parallel.tensor)
     return settled(providers.get(provider), its, options)
 
 

@@ -110,7 +110,7 @@ def test_stock_pads_and_divides_each_document() -> None:
     assert one.problem == theirs and len(set(work(one).tolist())) == 1
     shape = Parallel(devices=4, context=4, seq_length=128, documents=LENGTHS_OF_PACK)
     its = place_on(problem(TINY, shape), SLOW, 1)
-    found = {n: price(candidates(its)[n][0], {}, TINY, shape, SLOW) for n in ("stock p2p", "ring")}
+    found = {n: price(candidates(its)[n][0], TINY, shape, SLOW) for n in ("stock p2p", "ring")}
     padded, ours = found["stock p2p"], found["ring"]
     assert padded.sent == pytest.approx(ours.sent * 168 / 128), "both send gradients in the model's dtype"
     assert padded.iteration.dense == pytest.approx(ours.iteration.dense * 168 / 128)

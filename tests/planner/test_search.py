@@ -22,14 +22,13 @@ from cp_plugin.engine.core.mask import Window
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Fp8, Problem
 from cp_plugin.engine.methods import registry as providers
-from cp_plugin.planner import asked
 from cp_plugin.planner.asked import Asked, Fixed, fitting, from_name
-from cp_plugin.planner.candidates import Allowed, candidates, composition, variants
+from cp_plugin.planner.candidates import Allowed, candidates, variants
 from cp_plugin.planner.errors import KNOWN_ERROR, OWN, off_by, typical_error
 from cp_plugin.planner.explain import gain
 from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.packs import pairs
-from cp_plugin.planner.price import Priced, computes, least, place_on, price, simulated
+from cp_plugin.planner.price import Priced, computes, least, place_on, price
 from cp_plugin.planner.search import Plan, answer, find_faster
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.training.footprint import footprint
@@ -59,15 +58,14 @@ def test_finds_what_exhaustive_search_finds(found: Plan) -> None:
     given = place_on(problem(LLAMA, SHAPE), SLOW, 1)
     every = [c for some in candidates(given).values() for c in some]
     every += [v for c in every for v in variants(c)]
-    alike = {composition(c.setup): c for c in every}
     seconds = []
-    for candidate in alike.values():
-        priced, bound = price(candidate, {}, LLAMA, SHAPE, SLOW), least(candidate, SLOW, 1)
+    for candidate in every:
+        priced, bound = price(candidate, LLAMA, SHAPE, SLOW), least(candidate, SLOW, 1)
         assert bound.forward <= priced.main.forward.seconds * (1 + 1e-9), candidate.flags
         assert bound.backward <= priced.main.backward.seconds * (1 + 1e-9), candidate.flags
         seconds.append(priced.iteration.seconds)
     assert min(p.iteration.seconds for p in found.found) <= min(seconds) * 1.02
-    assert found.simulated < len(alike) / 2
+    assert found.simulated < len(every) / 2
 
 
 def test_no_more_is_simulated_than_tried() -> None:
@@ -75,21 +73,6 @@ def test_no_more_is_simulated_than_tried() -> None:
     only = Allowed(options=Options(head_parallel=1), suits=lambda one: one.name == "burst")
     found = answer(replace(ASKED, allowed=only))
     assert 1 < found.simulated <= found.tried
-
-
-@nightly
-def test_shapes_with_the_same_attention_share_its_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pipeline, batch and recomputation do not change an attention call; tensor and context parallelism do."""
-    alike = [replace(SHAPE, recompute=again, global_batch=n) for again in ("none", "full") for n in (1, 2)]
-    other = replace(SHAPE, context=SHAPE.context // 2, global_batch=2)
-    made = []
-    monkeypatch.setattr(asked, "simulated", lambda *given: made.append(given) or simulated(*given))
-    ends = [asked.Division.each(ASKED, shapes) for shapes in (alike, [*alike, other])]
-    assert [len(set(map(id, each))) for each in ends] == [1, 2]
-    several = answer(replace(ASKED, shapes=alike), worth=0)
-    once, made[:] = len(made), []
-    answer(replace(ASKED, shapes=alike[-1:]))
-    assert several.simulated > once == len(made)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +185,7 @@ def test_stock_repeats_attention_under_recomputation(recompute: Recompute) -> No
     """Ours keeps its output; stock Megatron runs its forward once more, messages included, and keeps less."""
     shape = replace(SHAPE, recompute=recompute)
     given = candidates(place_on(problem(LLAMA, shape), SLOW, 1))
-    theirs, ours = (price(given[name][0], {}, LLAMA, shape, SLOW) for name in ("stock p2p", "ring"))
+    theirs, ours = (price(given[name][0], LLAMA, shape, SLOW) for name in ("stock p2p", "ring"))
     expected = 0.0 if recompute == "none" else LLAMA.layers * theirs.main.forward.seconds
     assert theirs.repeats == pytest.approx(expected) and ours.repeats == 0
     assert theirs.without_repeats == pytest.approx(theirs.iteration.seconds - expected)
@@ -265,23 +248,6 @@ def test_answer_has_every_method_and_the_winners_flags(found: Plan) -> None:
     assert "--context-parallel-size 16" in text and "--recompute-granularity full" in text
     assert f"--cp-provider {found.best.candidate.name}" in text or "--cp-comm-type" in text
     assert next(iter(why(found))).startswith(found.best.candidate.name)
-
-
-def test_equal_compositions() -> None:
-    """USP is a ring behind a head axis; with other axes it is not."""
-    given = Problem(size=8, heads=8, kv_heads=8)
-    usp, ring, other, double = (
-        settled(providers.get(name), given, options)
-        for name, options in (
-            ("usp", Options(head_parallel=4, layout="zigzag")),
-            ("ring", Options(head_parallel=4, layout="zigzag")),
-            ("ring", Options(head_parallel=2, layout="zigzag")),
-            ("double_ring", Options(head_parallel=4, layout="zigzag", intra_size=1)),
-        )
-    )
-    assert composition(usp) == composition(ring)
-    assert composition(usp) != composition(other)
-    assert composition(usp) != composition(double), "its sums have a process group of their own"
 
 
 def test_memory_limits_the_choice() -> None:

@@ -18,7 +18,7 @@ from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.price import least, simulated
 from cp_plugin.planner.trace.program import Program, join_tiles, program
 from cp_plugin.planner.trace.stock import stock_program
-from cp_plugin.planner.trace.timeline import run
+from cp_plugin.planner.trace.timeline import Timeline, run
 
 SIZE, TOKENS = 8, 2**15
 DENSE = Problem(size=SIZE, heads=8, kv_heads=2, seq_length=TOKENS)
@@ -35,6 +35,10 @@ MASKS = pytest.mark.parametrize(
 def gathering(problem: Problem) -> Candidate:
     (found,) = candidates(problem)["stock all_gather"]
     return found
+
+
+def called(one: Candidate) -> Timeline:
+    return simulated(one, {"N": one.setup.problem}, FAST, 1)["N"]
 
 
 def traced(problem: Problem, index: int = 3) -> tuple[Program, Problem]:
@@ -117,8 +121,7 @@ def test_kernels_see_what_the_mask_shows(problem: Problem) -> None:
 @MASKS
 def test_takes_longer_than_ours_and_no_less_than_its_bound(problem: Problem) -> None:
     one = gathering(problem)
-    theirs = simulated({"N": one}, FAST, 1)["N"]
-    ours = simulated({"N": replace(one, name="all_gather")}, FAST, 1)["N"]
+    theirs, ours = called(one), called(replace(one, name="all_gather"))
     alike = {rank: join_tiles(of) for rank, of in ours.programs.items()}
     bound = least(one, FAST, 1)
     assert theirs.forward.seconds > run(ours.setup, alike, FAST).forward.seconds, "by its moves: with the same kernels"
@@ -132,7 +135,7 @@ def test_takes_longer_than_ours_and_no_less_than_its_bound(problem: Problem) -> 
 
 def test_a_window_spares_stock_no_copy() -> None:
     """So its share of the call is larger: why gains with windows were told too small."""
-    dense, window = (simulated({"N": gathering(p)}, FAST, 1)["N"] for p in (DENSE, WINDOW))
+    dense, window = (called(gathering(p)) for p in (DENSE, WINDOW))
     moved = [t.forward.total("memory")[r] + t.forward.total("waiting")[r] for t in (dense, window) for r in t.programs]
     assert moved[0] == pytest.approx(moved[1], rel=0.01)
     assert moved[1] / window.forward.seconds > 2 * moved[0] / dense.forward.seconds

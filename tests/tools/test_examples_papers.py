@@ -118,7 +118,7 @@ def test_lasp2_without_recomputation_runs_out_of_memory_where_table_6_does(read:
         its = place_on(problem(of, parallel, LINEAR), cluster, parallel.tensor)
         setup = settled(providers.get(settings.linear.provider), its, settings.linear.options)
         one = Candidate(name=setup.provider.name, setup=setup, flags="")
-        found.append(price(one, {}, of, parallel, cluster).footprint.total)
+        found.append(price(one, of, parallel, cluster).footprint.total)
     assert [total <= cluster.device.memory_bytes for total in found] == [True, False]
     about = " ".join(experiment("lasp2-64xa100").about.split())
     assert all(f"{total / 1e9:.1f} GB" in about for total in found)
