@@ -17,7 +17,7 @@ from cp_plugin.engine.comm import coordinates
 from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.machine.events import Attention, Event, Memory, Post, Products, Wait
 from cp_plugin.planner.machine.hardware import Device
-from cp_plugin.planner.machine.links import Cost, Level, Links
+from cp_plugin.planner.machine.links import Level, Links
 
 WAITING = "waiting"
 HOST = "host"
@@ -25,7 +25,6 @@ KERNELS = {Attention: "attention", Products: "products", Memory: "memory"}
 Spent = Mapping[str, Sequence[float]]
 """``attention``, ``products``, ``memory``; ``host``: waiting for a launch; ``waiting``: for a message -> the seconds of
 each."""
-Page = tuple[object, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +37,9 @@ class Message:
     before: Self | None
     """Its predecessor in its stream."""
     after: Self | None = None
-    where: list[tuple[Page, int]] = field(default_factory=list)
-    """Location of its partners' parts: page of the book and line, -1 for the whole page."""
+    meetings: list[list[Message]] = field(default_factory=list)
+    """The parts so far, its own included, of a collective; or of a sender and its receiver, for each direction."""
+    started: bool = False
     end: float | None = None
 
     @property
@@ -75,7 +75,8 @@ class Simulation:
         self._ranks = {index: _Rank(iter(events)) for index, events in programs.items()}
         self._device, self._links = device, links
         self._alone = len(programs) < len(links.nodes)
-        self._book: dict[Page, list[Message]] = defaultdict(list)
+        self._met: Counter[Hashable] = Counter()
+        self._meetings: dict[Hashable, list[Message]] = defaultdict(list)
         self._turns = [(0.0, index) for index in self._ranks]
 
     def run(self) -> tuple[dict[int, Spent], dict[int, float]]:
@@ -102,7 +103,7 @@ class Simulation:
                 return False
             case Post():
                 rank.host += self._device.host_post_s
-                self._settle(self._affected(self._posted(rank, index, event)))
+                self._post(rank, index, event)
             case Wait():
                 rank.waits_for = rank.posted[event.number]
                 return self._woken(rank)
@@ -113,14 +114,28 @@ class Simulation:
                 rank.advance(KERNELS[type(event)], rank.clock + kernel_time.seconds(event, self._device))
         return True
 
-    def _posted(self, rank: _Rank, index: int, post: Post) -> Message:
-        """Enter a rank's part in a verb."""
+    def _post(self, rank: _Rank, index: int, post: Post) -> None:
+        """Enter a rank's part in a verb where its partners look for it, and start what is ready then.
+
+        A rank's nth message to a peer is that peer's nth from it.
+        """
         message = Message(index, post, max(rank.clock, rank.host), rank.last.get(post.stream))
         if message.before is not None:
             message.before.after = message
         rank.posted[post.number] = rank.last[post.stream] = message
-        self._enter(message)
-        return message
+        for way in () if self._alone else self._ways(post, index):
+            self._met[index, way] += 1
+            message.meetings.append(self._meetings[way, self._met[index, way]])
+            message.meetings[-1].append(message)
+        self._settle(_affected(message))
+
+    def _ways(self, post: Post, me: int) -> list[tuple[object, ...]]:
+        """Where a rank's part meets the others': in a collective, and in each direction of an exchange."""
+        if post.verb == "exchange":
+            ends = ((me, post.to), (post.source, me))
+            return [(post.stream, *pair) for pair in ends if None not in pair]
+        at = coordinates(self._links.axes, me)
+        return [(post.stream, *(n for axis, n in at.items() if axis != post.axis))]
 
     def _woken(self, rank: _Rank) -> bool:
         """Advance a rank to the end of the message it waits for; False while that is unknown."""
@@ -133,69 +148,40 @@ class Simulation:
         rank.waits_for = None
         return True
 
-    def _enter(self, message: Message) -> None:
-        """Enter a message where its partners look for it, and note where theirs are."""
-        if self._alone:
-            return
-        post, me = message.post, message.rank
-        if post.verb != "exchange":
-            at = coordinates(self._links.axes, me)
-            others = tuple(n for axis, n in at.items() if axis != post.axis)
-            mine = self._book[post.stream, me]
-            mine.append(message)
-            page = (post.stream, others, len(mine))
-            self._book[page].append(message)
-            message.where.append((page, -1))
-            return
-        for peer, page, theirs in (
-            (post.to, ("send", post.stream, me, post.to), ("receive", post.stream, me, post.to)),
-            (post.source, ("receive", post.stream, post.source, me), ("send", post.stream, post.source, me)),
-        ):
-            if peer is not None:
-                self._book[page].append(message)
-                message.where.append((theirs, len(self._book[page]) - 1))
-
-    def _partners(self, message: Message) -> list[Message] | None:
-        """The parts it needs, its own included; None: some are not posted yet."""
-        found = [message]
-        for page, line in message.where:
-            book = self._book[page]
-            if line < 0:
-                return book if len(book) == self._links.axes[message.post.axis] else None
-            if line >= len(book):
-                return None
-            found.append(book[line])
-        return found
-
-    def _affected(self, message: Message) -> list[Message]:
-        """Messages that may be settled now: this one and its partners so far."""
-        pages = [(self._book[page], line) for page, line in message.where]
-        return [message, *(book[line] for book, line in pages if 0 <= line < len(book))]
-
     def _settle(self, candidates: list[Message]) -> None:
-        """Time the messages whose dependencies are known, and what follows from them."""
+        """Start the messages whose partners and predecessors are ready, and what follows from them."""
         while candidates:
             message = candidates.pop()
-            partners = self._partners(message) if message.end is None else None
-            if partners is None or any(p.before is not None and p.before.end is None for p in partners):
+            exchange = message.post.verb == "exchange"
+            size = 2 if exchange else self._links.axes[message.post.axis]
+            if message.started or any(len(meeting) < size for meeting in message.meetings):
                 continue
-            together = partners if message.post.verb != "exchange" else [message]
-            costs = [self._links.cost(m.post, m.rank, worst=self._alone) for m in together]
-            start = max(m.ready for m in partners)
-            for m, cost in zip(together, costs, strict=True):
-                start = max(start, *(self._ranks[m.rank].free[level] for level, _ in cost.busy), 0.0)
-            for m, cost in zip(together, costs, strict=True):
-                self._time(m, start, cost)
-                if m.after is not None:
-                    candidates += self._affected(m.after)
+            partners = _affected(message)
+            if any(p.before is not None and p.before.end is None for p in partners):
+                continue
+            together = [message] if exchange or self._alone else message.meetings[0]
+            for m in together:
+                m.started = True
+            candidates += self._start(together, max(m.ready for m in partners))
 
-    def _time(self, message: Message, start: float, cost: Cost) -> None:
-        rank = self._ranks[message.rank]
-        for level, seconds in cost.busy:
-            rank.free[level] = start + seconds
-        message.end = start + cost.seconds
-        if rank.waits_for is message and self._woken(rank):
-            heapq.heappush(self._turns, (rank.clock, message.rank))
+    def _start(self, together: Sequence[Message], start: float) -> list[Message]:
+        """Time messages whose partners are ready at ``start``; the messages that may follow."""
+        costs = [self._links.cost(m.post, m.rank, worst=self._alone) for m in together]
+        for m, cost in zip(together, costs, strict=True):
+            start = max(start, *(self._ranks[m.rank].free[level] for level, _ in cost.busy), 0.0)
+        for m, cost in zip(together, costs, strict=True):
+            rank = self._ranks[m.rank]
+            for level, seconds in cost.busy:
+                rank.free[level] = start + seconds
+            m.end = start + cost.seconds
+            if rank.waits_for is m and self._woken(rank):
+                heapq.heappush(self._turns, (rank.clock, m.rank))
+        return [one for m in together if m.after is not None for one in _affected(m.after)]
+
+
+def _affected(message: Message) -> list[Message]:
+    """Messages that may start now: this one and its partners so far."""
+    return [message, *(part for meeting in message.meetings for part in meeting if part is not message)]
 
 
 _PROCESSORS = "processors"
@@ -224,7 +210,6 @@ class SharedSimulation(Simulation):
     def __init__(self, programs: Mapping[int, tuple[Event, ...]], device: Device, links: Links) -> None:
         super().__init__(programs, device, links)
         self._now, self._works = 0.0, list[_Work]()
-        self._started: set[int] = set()
 
     def _execute(self) -> None:
         for index in self._ranks:
@@ -259,7 +244,7 @@ class SharedSimulation(Simulation):
         for event in rank.events:
             match event:
                 case Post():
-                    self._settle(self._affected(self._posted(rank, index, event)))
+                    self._post(rank, index, event)
                 case Wait():
                     rank.waits_for = rank.posted[event.number]
                     if not self._woken(rank):
@@ -274,18 +259,12 @@ class SharedSimulation(Simulation):
         self._ranks[index].advance(what, self._now)
         self._go_on(index)
 
-    def _settle(self, candidates: list[Message]) -> None:
-        """Start messages whose partners and predecessors are ready."""
-        while candidates:
-            message = candidates.pop()
-            partners = self._partners(message) if id(message) not in self._started else None
-            if partners is None or any(p.before is not None and p.before.end is None for p in partners):
-                continue
-            for m in partners if message.post.verb != "exchange" else [message]:
-                self._started.add(id(m))
-                self._start(m)
+    def _start(self, together: Sequence[Message], start: float) -> list[Message]:
+        for message in together:
+            self._begin(message)
+        return []
 
-    def _start(self, message: Message) -> None:
+    def _begin(self, message: Message) -> None:
         """Schedule its latency, then its share of each link in parallel."""
         cost = self._links.cost(message.post, message.rank)
         parts = list(cost.busy)
@@ -305,6 +284,6 @@ class SharedSimulation(Simulation):
         message.end = self._now
         rank = self._ranks[message.rank]
         if message.after is not None:
-            self._settle(self._affected(message.after))
+            self._settle(_affected(message.after))
         if rank.waits_for is message and self._woken(rank):
             self._go_on(message.rank)
