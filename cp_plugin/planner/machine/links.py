@@ -51,7 +51,7 @@ class Links:
         else:
             key = (post.verb, post.axis, post.nbytes, post.each, rank)
             if key not in self._costs:
-                self._costs[key] = (self._to_each if post.each else self._collective)(post, rank)
+                self._costs[key] = self._collective(post, rank)
         return self._costs[key]
 
     def least(self, axis: str, nbytes: float) -> tuple[Level, float]:
@@ -138,31 +138,36 @@ class Links:
         alike = max(1, self.cluster.per_node // self._per_node)  # groups on a node, if all its devices take part
         return link.bytes_per_s * min(own, nics / (crossing * alike))
 
-    @property
-    def _gloo(self) -> bool:
-        return self.cluster.transport == "gloo"
-
     def _collective(self, post: Post, rank: int) -> Cost:
-        """Rings for all-gather and reduce-scatter, direct messages for all-to-all."""
+        """Rings for all-gather and reduce-scatter; messages to each rank, ``post.each`` or equal ones, for all-to-all.
+
+        Gloo's ranks send directly, one message after the other, except in the ring of a long all-gather.
+        """
+        cluster, gloo = self.cluster, self.cluster.transport == "gloo"
         n, same = self.axes[post.axis], self.members(post.axis, rank)
-        nodes = self.nodes[same]
-        around = post.verb == "all_gather" and post.nbytes >= shortest_ring(self.cluster, n)
-        if self._gloo and around:
+        if gloo and post.verb == "all_gather" and post.nbytes >= shortest_ring(cluster, n):
             return self._steps_around(post, rank, same)
-        here, direct = int((nodes == self.nodes[rank]).sum()), self._gloo or post.verb == "all_to_all"
-        verb = "all_to_all" if direct and post.verb == "all_gather" else post.verb
-        intra, (latency_s, card) = self.cluster.intra.link(verb), self._card(verb)
-        busy: list[tuple[Level, float]] = []
-        latencies: list[float] = []
-        if here > 1:
-            busy.append(("intra", post.nbytes * ((here - 1) / (n - 1) if direct else 1) / intra.bytes_per_s))
-            latencies.append(intra.latency_s * self._rounds(direct, here - 1))
-        if here < n:
-            busy.append(("inter", post.nbytes * ((n - here) / (n - 1) if direct else 1 / here) / card))
-            latencies.append(latency_s * self._rounds(direct, (n - here) if direct else len(np.unique(nodes)) - 1))
-        if not direct and self.cluster.intra.wire is not None:
-            return self._ring(post, n, len(np.unique(nodes)), busy)
-        latency = max(latencies) if direct and not self._gloo else sum(latencies)
+        inside = self.nodes[same] == self.nodes[rank]
+        here, nodes = int(inside.sum()), len(np.unique(self.nodes[same]))
+        direct = gloo or bool(post.each) or post.verb == "all_to_all"
+        if post.each:
+            each = np.asarray(post.each)
+            sent, steps = ([of(each[at]) for at in (inside, ~inside)] for of in (np.sum, np.count_nonzero))
+        elif direct:
+            sent = [post.nbytes * (peers / (n - 1)) for peers in (here - 1, n - here)]
+            steps = [here - 1, n - here]
+        else:
+            sent, steps = [post.nbytes, post.nbytes * (1 / here)], [here - 1, nodes - 1]
+        verb = "all_to_all" if post.each or (direct and post.verb == "all_gather") else post.verb
+        intra, inter = cluster.intra.link(verb), cluster.inter.link(verb)
+        card, serial = inter.bytes_per_s * cluster.nics / cluster.per_node, gloo or not direct
+        levels: tuple[tuple[Level, Link, float], ...] = (("intra", intra, intra.bytes_per_s), ("inter", inter, card))
+        used = [part for part in zip(levels, sent, steps, strict=True) if part[2]]
+        busy = [(level, float(nbytes) / rate) for (level, _, rate), nbytes, _ in used]
+        if not direct and cluster.intra.wire is not None:
+            return self._ring(post, n, nodes, busy)
+        late = [link.latency_s * (number if serial else min(number, 1)) for (_, link, _), _, number in used]
+        latency = sum(late) if serial else max(late, default=0.0)
         return Cost(latency + max((s for _, s in busy), default=0.0), tuple(busy))
 
     def _ring(self, post: Post, ranks: int, nodes: int, busy: Sequence[tuple[Level, float]]) -> Cost:
@@ -179,28 +184,6 @@ class Links:
         ]
         seconds, share = min(found)
         return Cost(seconds, tuple((level, s / share) for level, s in busy))
-
-    def _to_each(self, post: Post, rank: int) -> Cost:
-        """``all_to_all_v``: a message of its own size to each rank."""
-        inside = self.nodes[self.members(post.axis, rank)] == self.nodes[rank]
-        each, link = np.asarray(post.each), self.cluster.intra.link("all_to_all")
-        levels: tuple[tuple[Level, np.ndarray, float, float], ...] = (
-            ("intra", each[inside], link.latency_s, link.bytes_per_s),
-            ("inter", each[~inside], *self._card("all_to_all")),
-        )
-        busy = [(level, float(nbytes.sum()) / rate) for level, nbytes, _, rate in levels if nbytes.any()]
-        latencies = [s * self._rounds(True, np.count_nonzero(nbytes)) for _, nbytes, s, _ in levels if nbytes.any()]
-        latency = sum(latencies) if self._gloo else max(latencies, default=0.0)
-        return Cost(latency + max((s for _, s in busy), default=0.0), tuple(busy))
-
-    def _card(self, verb: str) -> tuple[float, float]:
-        """Latency and a rank's share of its node's cards when all use them."""
-        link = self.cluster.inter.link(verb)
-        return link.latency_s, link.bytes_per_s * self.cluster.nics / self.cluster.per_node
-
-    def _rounds(self, direct: bool, peers: int) -> int:
-        """Serial latencies: of ring steps, and of Gloo's direct messages, which the CPU starts one after the other."""
-        return peers if self._gloo or not direct else min(peers, 1)
 
     def _steps_around(self, post: Post, rank: int, same: np.ndarray) -> Cost:
         """Gloo's ring in axis order: every step takes as long as its slowest message."""
