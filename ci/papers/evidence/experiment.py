@@ -185,7 +185,7 @@ def _on_host(run: Run, cluster: Cluster) -> float:
 def _prefill(run: Run, cluster: Cluster) -> float:
     parallel = run.parallel
     attention, of = _attention(run, SOFTMAX, cluster).forward, run.model
-    layers = (layer(of, parallel, cluster, number, False).forward for number in of.all_layers)
+    layers = (layer(of, parallel, cluster, number, False)[0] for number in of.all_layers)
     head = operations.head(of, of.vocab) / parallel.tensor
     return sum(attention + sum(one) for one in layers) + multiplied(cluster, parallel, head)
 

@@ -67,9 +67,9 @@ class Rate(_Profile):
     row_s: Seconds = 0.0
     """Per query token and head, for reading and writing: dominates short sequences."""
 
-    def seconds(self, flops: float, rows: float = 0, calls: int = 1) -> float:
-        """Total over calls; ``rows``: query tokens times query heads times batch."""
-        return calls * self.overhead_s + rows * self.row_s + flops / self.flops_per_s
+    def seconds(self, flops: float, rows: float) -> float:
+        """Seconds of a call; ``rows``: query tokens times query heads times batch."""
+        return self.overhead_s + rows * self.row_s + flops / self.flops_per_s
 
 
 class Rates(_Profile):

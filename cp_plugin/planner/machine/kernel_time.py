@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
 
-from cp_plugin.engine.common.text import show_option
+from cp_plugin.engine.common.names import not_one_of
 from cp_plugin.engine.core.tiles import Tile
 from cp_plugin.engine.kernels import cost
 from cp_plugin.engine.kernels.backends import devices
 from cp_plugin.planner.machine.events import Attention, Direction, Event, Memory, Products, Shape
-from cp_plugin.planner.machine.hardware import Device, Kernel, Rate
+from cp_plugin.planner.machine.hardware import Device, Dtype, Kernel, Rate
 
 
 def seconds(event: Event, device: Device) -> float:
@@ -21,7 +22,7 @@ def seconds(event: Event, device: Device) -> float:
         case Attention():
             return _attention(event, device)
         case Products():
-            return event.flops / _rate(device, event.dtype) + event.launches * device.launch_s
+            return event.flops / products_per_s(device, event.dtype) + event.launches * device.launch_s
         case Memory():
             return event.nbytes / device.memory_bytes_per_s + event.launches * device.launch_s
     return 0.0
@@ -149,19 +150,18 @@ def pairs(shape: Shape, block: tuple[int, int] = (1, 1)) -> int:
 
 def kernel_for(device: Device, dtype: str) -> Kernel:
     """The device's attention rates for a dtype; ValueError if its profile has none."""
-    found = device.attention.get(dtype) or device.attention.get(_ALIKE.get(dtype, dtype))  # type: ignore[call-overload]
-    if found is None:
-        raise ValueError(
-            f"the profile of {device.name} has no attention rate for {dtype}, only for "
-            f"{', '.join(map(show_option, device.attention))}: add it, or use one of these"
-        )
-    return found
+    return _find(device, device.attention, dtype, "attention")
 
 
-def _rate(device: Device, dtype: str) -> float:
-    found = device.gemm_flops_per_s.get(dtype) or device.gemm_flops_per_s.get(_ALIKE.get(dtype, dtype))  # type: ignore[call-overload]
+def products_per_s(device: Device, dtype: str) -> float:
+    """FLOP/s of the device's matrix products in a dtype; ValueError if its profile has none."""
+    return _find(device, device.gemm_flops_per_s, dtype, "matrix-product")
+
+
+def _find[T](device: Device, rates: Mapping[Dtype, T], dtype: str, what: str) -> T:
+    found = rates.get(dtype) or rates.get(_ALIKE.get(dtype, dtype))  # type: ignore[call-overload]
     if found is None:
-        raise ValueError(f"the profile of {device.name} has no matrix-product rate for {dtype}: add it")
+        raise ValueError(not_one_of(f"the profile of {device.name} has no {what} rate for {dtype}", dtype, rates))
     return found
 
 

@@ -34,10 +34,12 @@ def layer(model: Model, parallel: Parallel, number: int) -> list[Kept]:
 
 
 def kept(model: Model, parallel: Parallel, number: int) -> float:
-    """Bytes that a layer keeps under recomputation; with full recomputation, of a recomputed layer."""
+    """Bytes that a layer keeps under recomputation; if it is recomputed whole: its input and, unless they are
+    recomputed, too, attention's results."""
     if parallel.recompute == "full":
-        total = layer_input(model, parallel) / parallel.recompute_group
-        return total if parallel.recompute_attention else total + attention_results(model, parallel, number)
+        results = () if parallel.recompute_attention else ("attention output", "attention lse")
+        found = (tensor.nbytes for tensor in _attention(model, parallel, number) if tensor.name in results)
+        return layer_input(model, parallel) / parallel.recompute_group + sum(found)
     dropped = set(parallel.recompute_modules) if parallel.recompute == "selective" else set()
     if not parallel.recompute_attention:
         dropped -= {"core_attn"}
@@ -52,12 +54,6 @@ def whole(model: Model, parallel: Parallel, number: int) -> float:
 def layer_input(model: Model, parallel: Parallel) -> float:
     """Bytes of a layer's input hidden states."""
     return parallel.tokens * model.hidden * parallel.element / parallel.sequence_split
-
-
-def attention_results(model: Model, parallel: Parallel, number: int) -> float:
-    """Bytes of attention's output and log-sum-exp."""
-    names = ("attention output", "attention lse")
-    return sum(tensor.nbytes for tensor in _attention(model, parallel, number) if tensor.name in names)
 
 
 def ffn_gradients(model: Model, parallel: Parallel, number: int) -> float:

@@ -7,10 +7,9 @@ messages leave the network cards free; only the exposed rest counts. Pipeline st
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from cp_plugin.engine.common.names import not_one_of
+from cp_plugin.planner.machine import kernel_time
 from cp_plugin.planner.machine.events import Seconds
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.links import Group, all_reduce, cost, message
@@ -35,14 +34,9 @@ def added(*passes: Iterable[float]) -> Pass:
     return Pass(*map(sum, zip(*passes, strict=True)))
 
 
-class Both(NamedTuple):
-    forward: Pass
-    backward: Pass
-    """Includes recomputation."""
-
-
-def layer(model: Model, parallel: Parallel, cluster: Cluster, number: int, repeated: bool) -> Both:
-    """Price layer ``number``; ``repeated``: full recomputation applies. ValueError for a dtype without a rate.
+def layer(model: Model, parallel: Parallel, cluster: Cluster, number: int, repeated: bool) -> tuple[Pass, Pass]:
+    """Price the forward and the backward, with recomputation, of layer ``number``; ``repeated``: full recomputation
+    applies. ValueError for a dtype without a rate.
 
     matrix products    FLOPs over the device's rate for large matrices; twice as many in a backward
     memory-bound       bytes over memory bandwidth: norms, residuals, RoPE, activation, casts to FP8
@@ -59,15 +53,12 @@ def layer(model: Model, parallel: Parallel, cluster: Cluster, number: int, repea
     if "layernorm" in modules:
         norms = 4 * parallel.tokens * model.hidden * parallel.element / parallel.sequence_split
         backward = added(backward, Pass(moved(cluster, norms)))
-    return Both(forward, backward)
+    return forward, backward
 
 
 def multiplied(cluster: Cluster, parallel: Parallel, flops: float) -> float:
-    rates = cluster.device.gemm_flops_per_s
-    if parallel.gemm_dtype not in rates:
-        lacking = f"{cluster.device.name} has no matrix-product rate for {parallel.gemm_dtype}"
-        raise ValueError(not_one_of(lacking, parallel.gemm_dtype, rates))
-    return flops / rates[parallel.gemm_dtype]
+    """Seconds of matrix products."""
+    return flops / kernel_time.products_per_s(cluster.device, parallel.gemm_dtype)
 
 
 def moved(cluster: Cluster, nbytes: float) -> float:
@@ -127,8 +118,9 @@ def _ffn(model: Model, parallel: Parallel, cluster: Cluster, number: int) -> tup
 def _experts(model: Model, parallel: Parallel, cluster: Cluster) -> tuple[float, float, float, Pass]:
     """FLOPs, intermediate elements, elements moved to permute tokens, and collectives, with balanced experts."""
     rows, tp, etp = parallel.tokens / parallel.sequence_split, parallel.tensor, parallel.expert_tensor
-    flops = parallel.expert_tokens * operations.routed(model) / etp + rows * 2 * model.hidden * model.experts
-    flops += parallel.tokens * operations.shared(model) / tp
+    routed = operations.mlp(model, model.expert_hidden * model.top_k)
+    flops = parallel.expert_tokens * routed / etp + rows * 2 * model.hidden * model.experts
+    flops += parallel.tokens * operations.mlp(model, model.shared_hidden) / tp
     width = parallel.expert_tokens * model.top_k * model.expert_hidden / etp
     width += parallel.tokens * model.shared_hidden / tp
     moves = 2 * rows * model.hidden * (1 + model.top_k)  # permute by expert, and back
@@ -150,11 +142,9 @@ LOSS_IN_FLOAT32 = 12
 difference (2), exponential (2), sum, quotient (2); product (2), copy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Iteration:
-    """Seconds on the slowest pipeline stage."""
+class Iteration(NamedTuple):
+    """Seconds by part, on the slowest pipeline stage."""
 
-    stage: int
     attention: float
     """Over all layers and micro-batches, with recomputation."""
     dense: float
@@ -172,17 +162,15 @@ class Iteration:
 
     @property
     def parts(self) -> dict[str, float]:
-        names = ("attention", "dense", "tensor_parallel", "expert_parallel", "embedding", "head")
-        names += ("optimizer", "gradients", "pipeline")
-        return {name: getattr(self, name) for name in names}
+        return self._asdict()
 
     @property
     def seconds(self) -> float:
-        return sum(self.parts.values())
+        return sum(self)
 
 
 class _Stage(NamedTuple):
-    """Seconds of one micro-batch on one stage."""
+    """Seconds of one micro-batch on one stage; the first six parts are those of ``Iteration``."""
 
     attention: float
     dense: float
@@ -223,17 +211,10 @@ def iteration(
     given = dict.fromkeys(model.attention_pattern, attention) if isinstance(attention, Seconds) else attention
     stages = [_stage(model, parallel, cluster, given, n) for n in range(parallel.pipeline)]
     last = [_update(model, parallel, cluster, n, stage) for n, stage in enumerate(stages)]
-    slowest = max(range(len(stages)), key=lambda n: stages[n].seconds)
-    one, m = stages[slowest], parallel.microbatches
+    one, m = max(stages, key=lambda stage: stage.seconds), parallel.microbatches
     filling = sum(stage.seconds for stage in stages) - one.seconds
     return Iteration(
-        stage=slowest,
-        attention=m * one.attention,
-        dense=m * one.dense,
-        tensor_parallel=m * one.tensor,
-        expert_parallel=m * one.expert,
-        embedding=m * one.embedding,
-        head=m * one.head,
+        *(m * seconds for seconds in one[:6]),
         optimizer=max(optimizer for optimizer, _ in last),
         gradients=max(gradients for _, gradients in last),
         pipeline=m * one.messages + filling / parallel.virtual,
@@ -250,12 +231,12 @@ def _stage(model: Model, parallel: Parallel, cluster: Cluster, attention: Mappin
         for number, n in model.alike(some).items():
             call = attention[model.attention_of(number)]
             twice = call.forward if parallel.recompute_attention and (again or selective) else 0.0
-            both = layer(model, parallel, cluster, number, again)
+            passes = layer(model, parallel, cluster, number, again)
             calls += n * (call.forward + call.backward + twice)
-            backward += n * (call.backward + twice + sum(both.backward))
+            backward += n * (call.backward + twice + sum(passes[1]))
             forward_on_card += n * call.forward_on_card
             on_card += n * (call.backward_on_card + (call.forward_on_card if twice else 0.0))
-            total = added(total, (n * (f + b) for f, b in zip(*both, strict=True)))
+            total = added(total, (n * (f + b) for f, b in zip(*passes, strict=True)))
     last = stage == parallel.pipeline - 1
     predicted = sum(number >= model.layers for number in layers)
     ends = (stage == 0) + last * (1 + predicted)  # embedding and output layers

@@ -127,19 +127,27 @@ def model(name: str) -> Model:
     return find("model", name, models())
 
 
+def check_sizes(prefix: str, of: object, positive: Iterable[str], optional: Iterable[str]) -> None:
+    """ValueError naming the fields that are below 1, and the optional ones below 0."""
+    small = [
+        (name, getattr(of, name))
+        for least, names in ((1, positive), (0, optional))
+        for name in names
+        if getattr(of, name) < least
+    ]
+    if small:
+        found = ", ".join(f"{name} {value}" for name, value in small)
+        raise ValueError(f"{prefix}{found}: sizes must be 1 or more, optional ones 0 or more")
+
+
 MOST_LAYERS = 100_000
 """Sanity limit: the planner visits every layer."""
 
 
 def _check(m: Model) -> None:
-    sizes = {name: getattr(m, name) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "v_head_dim")}
-    sizes |= {name: getattr(m, name) for name in ("ffn_hidden", "vocab", "experts", "top_k", "expert_hidden")}
-    wrong = {name: value for name, value in sizes.items() if value < 1}
-    rest = ("positions", "shared_hidden", "q_rank", "kv_rank", "rope_dim", "predicted")
-    wrong |= {name: getattr(m, name) for name in rest if getattr(m, name) < 0}
-    if wrong:
-        found = ", ".join(f"{name} {value}" for name, value in wrong.items())
-        raise ValueError(f"model {m.name}: {found}: sizes must be 1 or more, optional ones 0 or more")
+    positive = ("layers", "hidden", "heads", "kv_heads", "head_dim", "v_head_dim", "ffn_hidden", "vocab", "experts")
+    optional = ("positions", "shared_hidden", "q_rank", "kv_rank", "rope_dim", "predicted")
+    check_sizes(f"model {m.name}: ", m, (*positive, "top_k", "expert_hidden"), optional)
     if m.layers + m.predicted > MOST_LAYERS:
         raise ValueError(
             f"model {m.name}: layers {m.layers}, predicted {m.predicted}: at most {MOST_LAYERS:,} together"

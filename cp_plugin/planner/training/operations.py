@@ -16,20 +16,15 @@ def projections(model: Model, layer: int) -> int:
 
 def ffn(model: Model, layer: int) -> int:
     """Per token: a layer's FFN, or its experts and router."""
-    matrices = 3 if model.gated else 2
     if model.ffn_of(layer) != EXPERTS:
-        return 2 * matrices * model.hidden * model.ffn_hidden
-    return routed(model) + shared(model) + 2 * model.hidden * model.experts
+        return mlp(model, model.ffn_hidden)
+    routed = mlp(model, model.expert_hidden * model.top_k)
+    return routed + mlp(model, model.shared_hidden) + 2 * model.hidden * model.experts
 
 
-def routed(model: Model) -> int:
-    """Per token: routed experts."""
-    return 2 * (3 if model.gated else 2) * model.hidden * model.expert_hidden * model.top_k
-
-
-def shared(model: Model) -> int:
-    """Per token: the shared expert."""
-    return 2 * (3 if model.gated else 2) * model.hidden * model.shared_hidden
+def mlp(model: Model, width: int) -> int:
+    """Per token: an FFN of that width, such as all experts that a token is routed to."""
+    return 2 * (3 if model.gated else 2) * model.hidden * width
 
 
 def head(model: Model, vocab: int) -> int:

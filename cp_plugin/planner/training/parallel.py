@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import ceil
+from math import ceil, prod
 from typing import Literal
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from cp_plugin.engine.common.names import one_of
 from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.linear.variants import variants
-from cp_plugin.planner.training.model import LINEAR, SOFTMAX, WINDOW, Model
+from cp_plugin.planner.training.model import LINEAR, SOFTMAX, WINDOW, Model, check_sizes
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE = ("none", "selective", "full")
@@ -193,37 +193,24 @@ def check(model: Model, parallel: Parallel) -> None:
 
 
 def _check_values(p: Parallel) -> None:
-    small = {
-        name: getattr(p, name)
-        for name in (
-            *("devices", "tensor", "pipeline", "context", "expert", "expert_tensor", "virtual", "recompute_group"),
-            *("micro_batch", "seq_length", "vocab_multiple"),
-        )
-        if getattr(p, name) < 1
-    }
-    small |= {name: getattr(p, name) for name in ("global_batch", "recompute_layers") if getattr(p, name) < 0}
-    if small:
-        found = ", ".join(f"{name} {value}" for name, value in small.items())
-        raise ValueError(f"{found}: sizes must be 1 or more (global_batch and recompute_layers 0 or more)")
+    sizes = ("devices", "tensor", "pipeline", "context", "expert", "expert_tensor", "virtual", "recompute_group")
+    optional = ("global_batch", "recompute_layers")
+    check_sizes("", p, (*sizes, "micro_batch", "seq_length", "vocab_multiple"), optional)
     for module in p.recompute_modules:
         one_of("recompute_modules", module, MODULES)
 
 
 def _check_sizes(p: Parallel) -> None:
-    model_size = p.tensor * p.pipeline * p.context
-    if p.devices % model_size:
-        raise ValueError(
-            f"{p.devices} devices cannot be divided by --tensor-model-parallel-size {p.tensor} x "
-            f"--context-parallel-size {p.context} x --pipeline-model-parallel-size {p.pipeline} = {model_size}: use a "
-            f"multiple of {model_size} devices, or smaller sizes"
-        )
-    expert_size = p.expert_tensor * p.expert * p.pipeline
-    if p.devices % expert_size:
-        raise ValueError(
-            f"{p.devices} devices cannot be divided by --expert-tensor-parallel-size {p.expert_tensor} x "
-            f"--expert-model-parallel-size {p.expert} x --pipeline-model-parallel-size {p.pipeline} = {expert_size}: "
-            f"use a multiple of {expert_size} devices, or smaller sizes"
-        )
+    for axes in (
+        {"tensor-model": p.tensor, "context": p.context, "pipeline-model": p.pipeline},
+        {"expert-tensor": p.expert_tensor, "expert-model": p.expert, "pipeline-model": p.pipeline},
+    ):
+        if p.devices % (size := prod(axes.values())):
+            given = " x ".join(f"--{axis}-parallel-size {n}" for axis, n in axes.items())
+            raise ValueError(
+                f"{p.devices} devices cannot be divided by {given} = {size}: use a multiple of {size} devices, or "
+                "smaller sizes"
+            )
     _divides("--context-parallel-size", p.context, p.seq_length, "tokens of --seq-length")
     if p.documents and (sum(p.documents) != p.seq_length or min(p.documents) < 1):
         raise ValueError(f"documents of {sum(p.documents)} tokens cannot fill a sequence of {p.seq_length}")
