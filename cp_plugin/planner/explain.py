@@ -39,20 +39,6 @@ EVERY = 8
 """Up to this many ranks all are simulated; beyond, the first, middle and last."""
 
 
-class Split(NamedTuple):
-    """Seconds of one rank in a forward or backward; they add up to those of the slowest rank."""
-
-    kernels: float
-    """Attention and matrix products."""
-    memory: float
-    host: float
-    """Kernel launches the device waits for."""
-    waiting: float
-    """Exposed communication."""
-    idle: float
-    """From its own end to that of the slowest rank."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """The result."""
@@ -158,46 +144,47 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster) ->
     )
 
 
-def split(of: Pass) -> dict[int, Split]:
-    """Rank -> breakdown of its seconds."""
-    kinds = {kind: of.total(kind) for kind in ("attention", "products", "memory", HOST, WAITING)}
+def split(of: Pass) -> dict[int, dict[str, float]]:
+    """Rank -> its seconds by cause, which add up to those of the slowest rank.
+
+    kernels    attention and matrix products
+    memory     passes over memory
+    host       kernel launches that the device waits for
+    waiting    exposed communication
+    idle       from its own end to that of the slowest rank
+    """
+    spent = {kind: of.total(kind) for kind in ("attention", "products", "memory", HOST, WAITING)}
     return {
-        rank: Split(
-            kernels=kinds["attention"][rank] + kinds["products"][rank],
-            memory=kinds["memory"][rank],
-            host=kinds[HOST][rank],
-            waiting=kinds[WAITING][rank],
-            idle=of.seconds - end,
-        )
+        rank: {
+            "kernels": spent["attention"][rank] + spent["products"][rank],
+            **{kind: spent[kind][rank] for kind in ("memory", HOST, WAITING)},
+            "idle": of.seconds - end,
+        }
         for rank, end in of.ends.items()
     }
 
 
 def make_free(cluster: Cluster, resource: Resource) -> Cluster:
     """The cluster with one resource free."""
-    device = cluster.device
-    changes: dict[str, Any]
+    device, changes = cluster.device, dict[str, Any]()
     match resource:
         case "kernels":
             free = Rate.model_construct(flops_per_s=math.inf, overhead_s=0.0, row_s=0.0)
-            kernels = {
-                d: Kernel.model_construct(forward=free, backward=free, block=k.block)
-                for d, k in device.attention.items()
+            changes["attention"] = {
+                dtype: Kernel.model_construct(forward=free, backward=free, block=kernel.block)
+                for dtype, kernel in device.attention.items()
             }
-            changes = {"attention": kernels, "gemm_flops_per_s": dict.fromkeys(device.gemm_flops_per_s, math.inf)}
+            changes["gemm_flops_per_s"] = dict.fromkeys(device.gemm_flops_per_s, math.inf)
         case "memory":
             changes = {"memory_bytes_per_s": math.inf, "launch_s": 0.0}
         case "host":
             changes = {"host_launch_s": 0.0, "host_post_s": 0.0}
         case "latency":
-            return cluster.model_copy(
-                update={name: _without_latency(getattr(cluster, name)) for name in ("intra", "inter")}
-            )
+            links = {name: _without_latency(getattr(cluster, name)) for name in ("intra", "inter")}
+            return cluster.model_copy(update=links)
         case _:
-            link = getattr(cluster, resource).model_copy(
-                update={"latency_s": 0.0, "bytes_per_s": math.inf, "verbs": {}}
-            )
-            return cluster.model_copy(update={resource: link})
+            free_link = {"latency_s": 0.0, "bytes_per_s": math.inf, "verbs": {}}
+            return cluster.model_copy(update={resource: getattr(cluster, resource).model_copy(update=free_link)})
     return cluster.model_copy(update={"device": device.model_copy(update=changes)})
 
 

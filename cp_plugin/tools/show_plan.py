@@ -285,7 +285,7 @@ def _time_rows(e: Explanation) -> Iterator[Cells]:
         yield name, "all", "", "", show_seconds(of.seconds), ""
         found = split(of).values()
         for part, words in _WHERE.items():
-            each = [getattr(one, part) for one in found]
+            each = [one[part] for one in found]
             share = median(each) / of.seconds if of.seconds else 0.0
             yield "", words, *(show_seconds(x) for x in (min(each), median(each), max(each))), f"{share:.1%}"
 
@@ -304,7 +304,7 @@ def explained_as_json(e: Explanation) -> dict[str, Any]:
         "flags": as_flags(setup),
         "ranks": list(e.timeline.programs),
         "passes": {
-            name: {"seconds": of.seconds, "by_rank": {str(rank): s._asdict() for rank, s in split(of).items()}}
+            name: {"seconds": of.seconds, "by_rank": {str(rank): s for rank, s in split(of).items()}}
             for name, of in e.passes.items()
         },
         "sent": [
