@@ -27,17 +27,13 @@ def divide_each(problem: Problem) -> Problem:
     """The problem as stock Megatron runs it: each document padded and divided over all ranks in zigzag."""
     lengths = [end - start for start, end in pairwise(problem.bounds)]
     bounds = tuple(accumulate(padded(lengths, problem.size), initial=0))
-    return replace(problem, seq_length=bounds[-1], bounds=bounds, placed=each_by_itself(bounds))
+    within_each = Layout("zigzag", LAYOUTS["zigzag"].chunks, _InEach(bounds))
+    return replace(problem, seq_length=bounds[-1], bounds=bounds, placed=within_each)
 
 
 def padded(lengths: Sequence[int], size: int) -> tuple[int, ...]:
     """Document lengths rounded up to a multiple of twice the ranks."""
     return tuple(2 * size * -(-length // (2 * size)) for length in lengths)
-
-
-def each_by_itself(bounds: Sequence[int]) -> Layout:
-    """Zigzag within every document; the layout refuses documents that are not whole chunks."""
-    return Layout("zigzag", LAYOUTS["zigzag"].chunks, _InEach(tuple(bounds)))
 
 
 def pairs(problem: Problem) -> int:

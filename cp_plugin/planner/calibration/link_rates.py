@@ -74,9 +74,9 @@ class Measured:
         rows = max(r for r in range(1, size + 1) if r * r <= size and size % r == 0)
         self._nodes = size // self.per_node
         self._placed = [rank // self.per_node for rank in range(size)]
-        self._by_node = self._mesh({INTER: self._nodes, INTRA: self.per_node})
-        self._square = self._mesh({OUTER: size // rows, INNER: rows})
-        self._whole = self._mesh({ALL: size})
+        shapes = {INTER: self._nodes, INTRA: self.per_node}, {OUTER: size // rows, INNER: rows}, {ALL: size}
+        meshes = (GroupMesh.from_group(axes, dist.group.WORLD) for axes in shapes)
+        self._by_node, self._square, self._whole = meshes
 
     def figures(self, profile: Cluster) -> dict[str, Any]:
         """The fields ``intra``, ``inter`` and ``nics`` of a profile, for a ``profile`` that has all others."""
@@ -130,27 +130,20 @@ class Measured:
     def _collective(self, verb: Verb, profile: Cluster) -> Link:
         """Fit from groups of several sizes, except those whose shortest message would take too long."""
         self._shown(verb)
-        card = profile.inter.model_copy(
-            update={"bytes_per_s": profile.inter.bytes_per_s * profile.nics / profile.per_node}
-        )
+        rate = profile.inter.bytes_per_s * profile.nics / profile.per_node
+        card = profile.inter.model_copy(update={"bytes_per_s": rate})
         samples: list[Sample] = []
         for mesh, axis in ((self._square, OUTER), (self._square, INNER), (self._whole, ALL)):
             least = shortest_ring(profile, mesh.axes[axis]) if verb == "all_gather" else 0
-            if self._leaves(mesh, axis) and not (samples and least > _TOO_LONG * card.bytes_per_s):
+            leaves = len({self._placed[rank] for rank in mesh.row(axis, 0)}) > 1
+            if leaves and not (samples and least > _TOO_LONG * card.bytes_per_s):
                 samples += [self.sample(mesh, verb, axis, nbytes) for nbytes in self._sizes(card, least)]
         return fitted(samples, profile, "inter", self._placed, f"measured: {verb}")
-
-    def _leaves(self, mesh: Mesh, axis: str) -> bool:
-        """Whether the axis spans nodes."""
-        return any(self._placed[rank] != self._placed[0] for rank in mesh.row(axis, 0))
 
     def _sizes(self, link: Link, least: int = _LEAST) -> list[int]:
         """Distinct message sizes that take about ``SECONDS``."""
         wanted = (max(s * link.bytes_per_s, least * (1 + i / 4), _LEAST) for i, s in enumerate(SECONDS))
         return sorted({int(min(_MOST, nbytes)) // 64 * 64 for nbytes in wanted})
-
-    def _mesh(self, axes: dict[str, int]) -> Mesh:
-        return GroupMesh.from_group(axes, dist.group.WORLD)
 
 
 def fitted(samples: Sequence[Sample], profile: Cluster, level: Level, nodes: Sequence[int], source: str) -> Link:
@@ -221,16 +214,29 @@ def calibrate(
         hosts: of every rank; default: their host names.
         shown: progress callback.
     """
-    size = dist.get_world_size()
+    size, on_cuda = dist.get_world_size(), device.type == "cuda"
     sharing = gather_hosts()
+    here = sharing.count(sharing[dist.get_rank()])  # ranks on this host, which on the CPU share its memory and cores
     links = Measured(hosts or sharing, device, shown)
-    sizes = kernel_rates.ON_CUDA if device.type == "cuda" else kernel_rates.ON_CPU
+    sizes = kernel_rates.ON_CUDA if on_cuda else kernel_rates.ON_CPU
     sizes = sizes._replace(head_dim=head_dim or sizes.head_dim)
-    found = _device(device, dtypes or DTYPES[device.type], sizes, sharing.count(sharing[dist.get_rank()]), shown)
+    bytes_per_s, launch_s = kernel_rates.memory(device, sizes, shown)
+    every = {dtype_name(dtype): dtype for dtype in dtypes or DTYPES[device.type]}
+    memory = torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total // here
+    measured_device = Device(
+        name=torch.cuda.get_device_name(device) if on_cuda else "cpu",
+        memory_bytes=float(memory),
+        memory_bytes_per_s=bytes_per_s,
+        gemm_flops_per_s={n: kernel_rates.products(device, t, sizes, shown) for n, t in every.items()},
+        attention={n: kernel_rates.attention(device, t, sizes, shown) for n, t in every.items()},
+        launch_s=launch_s,
+        shared_by=0 if on_cuda else math.ceil(here / len(os.sched_getaffinity(0))),
+        source=f"measured with all ranks at work, heads of {sizes.head_dim}",
+    )
     not_yet = Link(latency_s=0.0, bytes_per_s=1e9)
     profile = Cluster(
         name=name,
-        device=found,
+        device=measured_device,
         per_node=links.per_node,
         intra=not_yet,
         inter=not_yet,
@@ -246,30 +252,3 @@ def calibrate(
     everywhere = [measured]
     dist.broadcast_object_list(everywhere, src=0)
     return everywhere[0]
-
-
-def _device(
-    device: torch.device,
-    dtypes: Sequence[torch.dtype],
-    sizes: kernel_rates.Sizes,
-    here: int,
-    shown: Callable[[str], object],
-) -> Device:
-    """here: ranks on this host, which on the CPU share its memory and cores."""
-    on_cuda = device.type == "cuda"
-    bytes_per_s, launch_s = kernel_rates.memory(device, sizes, shown)
-    names = [dtype_name(dtype) for dtype in dtypes]
-    return Device(
-        name=torch.cuda.get_device_name(device) if on_cuda else "cpu",
-        memory_bytes=float(
-            torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total // here
-        ),
-        memory_bytes_per_s=bytes_per_s,
-        gemm_flops_per_s={
-            n: kernel_rates.products(device, t, sizes, shown) for n, t in zip(names, dtypes, strict=True)
-        },
-        attention={n: kernel_rates.attention(device, t, sizes, shown) for n, t in zip(names, dtypes, strict=True)},
-        launch_s=launch_s,
-        shared_by=0 if on_cuda else math.ceil(here / len(os.sched_getaffinity(0))),
-        source=f"measured with all ranks at work, heads of {sizes.head_dim}",
-    )

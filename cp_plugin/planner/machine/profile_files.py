@@ -14,7 +14,6 @@ from cp_plugin.engine.common.names import did_you_mean
 
 Named = Mapping[str, Callable[[str], BaseModel]]
 """Field -> lookup of the name it may hold instead of a table."""
-_KEY = ("[key]",)
 
 
 def parse[T: BaseModel](path: Path, kind: type[T], named: Named | None = None) -> T:
@@ -48,14 +47,8 @@ def validated[T: BaseModel](kind: type[T], values: Mapping[str, Any], what: str)
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        found = error.errors()
-        unknown = [details["loc"][:-1] for details in found if details["loc"][-1:] == _KEY]
-        lines = [_explained(kind, d) for d in found if d["loc"][-1:] == _KEY or not _inside(d["loc"], unknown)]
+        lines = [_explained(kind, details) for details in error.errors()]
         raise ValueError(f"{what}: " + "\n  ".join(lines)) from None
-
-
-def _inside(place: tuple[int | str, ...], tables: list[tuple[int | str, ...]]) -> bool:
-    return any(place[: len(table)] == table for table in tables)
 
 
 def _explained(kind: type[BaseModel], details: ErrorDetails) -> str:

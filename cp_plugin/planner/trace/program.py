@@ -7,7 +7,7 @@ kernels and the mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -33,7 +33,7 @@ from cp_plugin.engine.kernels.blocks import RecordingKernel, results
 from cp_plugin.engine.kernels.fused import observed
 from cp_plugin.engine.linear import kernels
 from cp_plugin.engine.linear.tokens import CHUNK, Tokens
-from cp_plugin.engine.methods.protocol import Formula, Parts, Provider, Scan
+from cp_plugin.engine.methods.protocol import Formula, Parts, Scan
 from cp_plugin.planner.machine.events import Attention, Auto, Direction, Event, Memory, Post, Products, Shape, Wait
 from cp_plugin.planner.trace.memory import Meter, Passes, Peaks
 from cp_plugin.testing.traffic import read_ledger
@@ -57,10 +57,10 @@ class Program:
 
 def join_tiles(of: Program) -> Program:
     """The same where one call of a library takes any tiles of a mask, as in other implementations."""
-    kept = (
-        (e._replace(auto=None) if isinstance(e, Attention) else e for e in each) for each in (of.forward, of.backward)
+    forward, backward = (
+        tuple(e._replace(auto=None) if isinstance(e, Attention) else e for e in each)
+        for each in (of.forward, of.backward)
     )
-    forward, backward = map(tuple, kept)
     return replace(of, forward=forward, backward=backward)
 
 
@@ -112,15 +112,13 @@ def traced(setup: Setup, index: int, *, tiled: bool = False) -> Iterator[Seen]:
     if setup.reason is not None:
         raise ValueError(f"provider {setup.provider.name!r} cannot do this: {setup.reason}")
     events: list[Event] = []
-    mesh = _Recorded(setup.provider, setup.axes, index, events)
-    cp = _Traced(events, tiled, setup, mesh)
     meter = Meter()
     passes = Passes(
         lambda nbytes, launches: _add_memory(events, nbytes, launches),
         lambda flops, dtype: events.append(Products(flops, 1, dtype)),
         meter,
     )
-    mesh.passes = passes
+    cp = _Traced(events, tiled, setup, _Recorded(setup, index, events, passes))
     with passes, observed(passes.one_pass if not tiled else None):
         yield Seen(cp, events, meter)
 
@@ -147,13 +145,13 @@ class _Traced(ContextParallel):
 class _Recorded(TraceMesh):
     """A mesh without peers that records posts and waits."""
 
-    def __init__(self, provider: Provider, axes: dict[str, int], index: int, events: list[Event]) -> None:
-        super().__init__(axes, index)
-        self._events, self._posted, self._groups = events, 0, provider.extra_groups
+    def __init__(self, setup: Setup, index: int, events: list[Event], passes: Passes) -> None:
+        """passes: must not count the allocation of receive buffers."""
+        super().__init__(setup.axes, index)
+        self._events, self._posted, self._groups = events, 0, setup.provider.extra_groups
         self._parts: tuple[tuple[int, int], ...] = ()  # of the message that is being posted
-        self._streams = {sums(axis): axis for axis in axes}
-        self.passes: Passes | None = None
-        """Must not count the allocation of receive buffers."""
+        self._streams = {sums(axis): axis for axis in self.axes}
+        self._passes = passes
 
     def _group_name(self, axis: str, group: str) -> str:
         return group if group in self._groups else axis
@@ -175,7 +173,7 @@ class _Recorded(TraceMesh):
 
         def wait() -> Tensors:
             self._events.append(Wait(number))
-            with self.passes.unseen() if self.passes is not None else nullcontext():
+            with self._passes.unseen():
                 return result.wait()
 
         return Pending(wait)
