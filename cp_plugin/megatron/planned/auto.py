@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from cp_plugin.engine.attention.calls import settled_or_reason
 from cp_plugin.engine.common.text import show_bytes
@@ -24,7 +24,7 @@ from cp_plugin.megatron.flags import args as our_flags
 from cp_plugin.megatron.flags.args import UPSTREAM, Settings
 from cp_plugin.megatron.flags.linear_flags import attribute
 from cp_plugin.megatron.flags.option_flags import AUTO
-from cp_plugin.megatron.planned.sizes import Packed, question
+from cp_plugin.megatron.planned.sizes import question
 from cp_plugin.megatron.rules import checks
 from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.candidates import STOCK, Allowed, without_sums
@@ -58,14 +58,33 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
     real = allowed.real
     assert real is not None
     best, stock = _best(found, real, allowed), _stock(found)
-    told = _Answer(found=found, best=best, stock=stock, cluster=cluster, packed=packed, real=real)
     reason = _why_not_stock(args, real, stock) if may_leave and stock is not None else _ELSEWHERE
-    leave = told.stock_is_enough and not reason
-    lines = tuple(_describe_stock(told) if leave else _describe_ours(told, reason))
+    enough = stock is not None and found.beating(stock) is None
+    leave = enough and not reason
+    chosen = stock if leave and stock is not None else best
+    tie = "" if stock is None else f"a tie ({off_by(stock.provider, best.provider)})"
+    headline = _describe_ours(found, best, stock)
+    if leave:
+        headline = (
+            f"{chosen.candidate.name}: stock Megatron, nothing is replaced; predicted {_ms(chosen)} ms per attention "
+            f"call, {_each([best])}; iterations are {tie}"
+        )
+    lines = [headline, f"planned for {cluster.how}", f"equivalent flags without the planner: {_flags(chosen)}"]
+    if stock is not None and enough and not leave:
+        lines.append(
+            f"stock Megatron would do just as well: {_flags(stock)}, whose iterations are {tie}; it was not chosen "
+            f"because {reason}"
+        )
+    if packed is not None and not leave:
+        lines.append(
+            f"planned for packs such as one of {len(packed.lengths)} documents, the longest of {max(packed.lengths)} "
+            f"tokens, drawn from {packed.prefix}.idx"
+        )
+    elif real.documents and not leave:
+        lines.append("planned for packs as single sequences, because document lengths are unknown before training")
     args.cp_cluster = None
     if leave:
-        assert stock is not None
-        args.cp_provider, args.cp_comm_type = UPSTREAM, [_comm_type(stock)]
+        args.cp_provider, args.cp_comm_type = UPSTREAM, [_comm_type(chosen)]
         settings = our_flags.settings_from(args)
     else:
         if settings.linear is None or settings.linear.options.gradient_dtype is None:
@@ -75,24 +94,7 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
             setattr(args, attribute(flag), value)
         settings = our_flags.settings_from(args)
     checks.say(args, (f"{AUTO}: {line}" for line in lines))
-    return replace(settings, planned=lines)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """The planner's result."""
-
-    found: Plan
-    best: Priced  # of the plugin's providers
-    stock: Priced | None  # the best of Megatron's own methods, if any
-    cluster: Inferred
-    packed: Packed | None
-    real: Problem
-
-    @property
-    def stock_is_enough(self) -> bool:
-        """Whether the plugin's gain is within the typical error of predictions."""
-        return self.stock is not None and self.found.beating(self.stock) is None
+    return replace(settings, planned=tuple(lines))
 
 
 def _cluster(args: argparse.Namespace) -> Inferred:
@@ -163,26 +165,18 @@ def _comm_type(stock: Priced) -> str:
     return stock.candidate.name.removeprefix(f"{STOCK} ")
 
 
-def _describe_stock(told: _Answer) -> Iterator[str]:
-    """Lines for a choice of stock Megatron."""
-    stock, best = told.stock, told.best
-    assert stock is not None
-    yield (
-        f"{stock.candidate.name}: stock Megatron, nothing is replaced; predicted {_ms(stock)} ms per attention call, "
-        f"{best.candidate.name} {_ms(best)}; iterations are {_compare_stock(told)}"
-    )
-    yield f"planned for {told.cluster.how}"
-    yield f"equivalent flags without the planner: --cp-provider {UPSTREAM} {stock.candidate.flags}"
+def _flags(priced: Priced) -> str:
+    """The flags that select it without the planner."""
+    return f"--cp-provider {UPSTREAM} " * priced.candidate.upstream + priced.candidate.flags
 
 
-def _describe_ours(told: _Answer, reason: str) -> Iterator[str]:
-    """Lines for a choice of one of the plugin's providers; reason: why stock Megatron is not chosen."""
-    best, found, stock, setup = told.best, told.found, told.stock, told.best.candidate.setup
-    chosen = ", ".join(part for part in (setup.layout, str(setup)) if part)
-    ours = [p for p in found.found if not p.candidate.upstream and found.fits(p)]
+def _describe_ours(found: Plan, best: Priced, stock: Priced | None) -> str:
+    """The choice of one of the plugin's providers, in one line."""
+    setup, ours = best.candidate.setup, [p for p in found.found if not p.candidate.upstream and found.fits(p)]
     fastest = min(p.iteration.seconds for p in ours)
     tied = [p for p in tying(ours) if p is not best]
     slower = sorted((p for p in ours if p not in (best, *tied)), key=lambda p: p.iteration.seconds)
+    chosen = ", ".join(part for part in (setup.layout, str(setup)) if part)
     parts = [f"{best.candidate.name} ({chosen}): predicted {_ms(best)} ms per attention call"]
     if tied:
         parts.append(f"the simplest in a tie with {_each(tied)}")
@@ -191,34 +185,8 @@ def _describe_ours(told: _Answer, reason: str) -> Iterator[str]:
         parts.append(f"iterations take {least:.2f}x or more with {_each(slower)}")
     if lost := [lost.seconds for lost in found.lost if not lost.name.startswith(STOCK)]:
         parts.append(f"others take at least {lost[0] / fastest:.2f}x")
-    parts += [] if stock is None else [f"{stock.candidate.name} {_ms(stock)}"]
-    parts.append(describe(p.provider for p in (*ours, *filter(None, [stock]))))
-    yield "; ".join(parts)
-    yield f"planned for {told.cluster.how}"
-    yield f"equivalent flags without the planner: {best.candidate.flags}"
-    if stock is not None and told.stock_is_enough:
-        yield (
-            f"stock Megatron would do just as well: --cp-provider {UPSTREAM} {stock.candidate.flags}, whose iterations "
-            f"are {_compare_stock(told)}; it was not chosen because {reason}"
-        )
-    if told.packed is not None:
-        count, longest = len(told.packed.lengths), max(told.packed.lengths)
-        yield (
-            f"planned for packs such as one of {count} documents, the longest of {longest} tokens, drawn from "
-            f"{told.packed.prefix}.idx"
-        )
-    elif told.real.documents:
-        yield "planned for packs as single sequences, because document lengths are unknown before training"
-
-
-def _compare_stock(told: _Answer) -> str:
-    """Stock Megatron's iteration time: ``a tie (typical error 10 %)``, or ``1.24x as long (typical error 10 %)``."""
-    stock, found = told.stock, told.found
-    assert stock is not None
-    by = found.beating(stock)
-    if by is None:
-        return f"a tie ({off_by(stock.provider, told.best.provider)})"
-    return f"{stock.iteration.seconds / by.iteration.seconds:.2f}x as long ({off_by(stock.provider, by.provider)})"
+    parts += [] if stock is None else [_each([stock])]
+    return "; ".join([*parts, describe(p.provider for p in (*ours, *filter(None, [stock])))])
 
 
 def _each(some: Sequence[Priced]) -> str:
