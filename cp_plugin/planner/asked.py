@@ -87,19 +87,16 @@ def fitting(asked: Asked, global_batch: int | None = None) -> Asked:
     """
     shapes = list(asked.shapes)
     fits = [s for s in shapes if asked.fits(footprint(asked.model, add_recomputation(s, stock=True)))] or shapes
-    if len({shape.data for shape in fits}) == 1 and global_batch is None:
+    replicas = sorted({shape.data for shape in fits})
+    if len(replicas) == 1 and global_batch is None:
         return replace(asked, shapes=fits)
-    batch = global_batch or _batch(fits)
+    most = max((n for n in replicas if n * shapes[0].seq_length <= MOST), default=replicas[0])
+    batch = global_batch or most
     dividing = [replace(shape, global_batch=batch) for shape in fits if batch % shape.data == 0]
     if not dividing:
-        sizes = ", ".join(str(n) for n in sorted({shape.data for shape in fits}))
+        sizes = ", ".join(map(str, replicas))
         raise ValueError(f"--global-batch {batch} must be a multiple of the data-parallel ranks, {sizes}")
     return replace(asked, shapes=dividing)
-
-
-def _batch(shapes: Sequence[Parallel]) -> int:
-    every = {shape.data for shape in shapes}
-    return max((n for n in every if n * shapes[0].seq_length <= MOST), default=min(every))
 
 
 def resize_cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> Cluster:

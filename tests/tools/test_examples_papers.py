@@ -11,7 +11,7 @@ from evidence import data
 
 from cp_plugin.engine.attention.calls import settled
 from cp_plugin.engine.methods import registry as providers
-from cp_plugin.megatron.planned.command import SECONDS, Refused, with_arguments
+from cp_plugin.megatron.planned.command import SECONDS, with_arguments
 from cp_plugin.megatron.planned.sizes import from_args
 from cp_plugin.planner.candidates import Candidate
 from cp_plugin.planner.machine import hardware
@@ -28,7 +28,7 @@ EXAMPLES = {one.name: one for one in examples()}
 VARIANTS = [(name, variant) for name, one in EXAMPLES.items() for variant in one.variants]
 EACH = pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=[f"{name}-{variant}" for name, variant in VARIANTS])
 LASP2, MEMORY = ("lasp2-64xa100", "without-recomputation"), (1048576, 2097152)
-type Read = dict[tuple[str, ...], tuple | Refused]
+type Read = dict[tuple[str, ...], tuple | ValueError]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def read() -> Read:
     return dict(zip(asked, found, strict=True))
 
 
-def _read(jobs: list[tuple[list[str], int]]) -> list[tuple | Refused]:
+def _read(jobs: list[tuple[list[str], int]]) -> list[tuple | ValueError]:
     found = []
     for flags, devices in jobs:
         os.environ["WORLD_SIZE"] = str(devices)
@@ -54,7 +54,7 @@ def _read(jobs: list[tuple[list[str], int]]) -> list[tuple | Refused]:
 def planned(read: Read, *key: str) -> tuple:
     """The model, parallel sizes and settings of a command that was accepted."""
     found = read[key]
-    assert not isinstance(found, Refused), (key, found)
+    assert not isinstance(found, ValueError), (key, found)
     return found
 
 

@@ -13,7 +13,6 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from cp_plugin.engine.common.versions import require_megatron
 from cp_plugin.megatron.flags import early, stops
@@ -28,12 +27,6 @@ from cp_plugin.testing.launch import run_ranks
 CAPABILITY = (9, 0)
 """Compute capability that Megatron's validation sees: Hopper, which supports all but Blackwell's additions."""
 SECONDS = 300.0  # timeout; importing Megatron takes most
-
-
-class Refused(NamedTuple):
-    """A refusal by Megatron or the plugin."""
-
-    message: str
 
 
 def question(flags: Sequence[str], devices: int) -> tuple[Model, Parallel, Allowed]:
@@ -56,12 +49,12 @@ def question(flags: Sequence[str], devices: int) -> tuple[Model, Parallel, Allow
         )
     arguments, environment = (list(flags), sizes.question), {"WORLD_SIZE": str(devices)}
     (found,) = run_ranks(with_arguments, 1, args=arguments, env=environment, timeout=SECONDS)
-    if isinstance(found, Refused):
-        raise ValueError(found.message)
+    if isinstance(found, ValueError):
+        raise found
     return found[:3]
 
 
-def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Settings], T]) -> T | Refused:
+def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Settings], T]) -> T | ValueError:
     """The result of ``use`` for the validated arguments, or the refusal; call it in a forked process."""
     out = io.StringIO()
     with open(os.devnull, "w") as nowhere:
@@ -70,9 +63,9 @@ def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Setti
         try:
             return use(*_validated(flags))
         except SystemExit:
-            return Refused(out.getvalue().strip().rpartition("\n")[2] or "Megatron exits")
+            return ValueError(out.getvalue().strip().rpartition("\n")[2] or "Megatron exits")
         except (*stops.KINDS, *stops.CRASHES) as error:
-            return Refused(stops.reason(error))
+            return ValueError(stops.reason(error))
 
 
 def _validated(flags: list[str]) -> tuple[argparse.Namespace, Settings]:

@@ -106,8 +106,12 @@ def attention(device: torch.device, dtype: torch.dtype, sizes: Sizes, shown: Sho
 
 def as_kernel(forward: Sequence[Timed], backward: Sequence[Timed], source: str) -> Kernel:
     """Rates and block size that fit the times best."""
-    block = min(_BLOCKS, key=lambda b: _fitted(forward, b).error ** 2 + _fitted(backward, b).error ** 2)
-    rates = (_rate(_fitted(timed, block)) for timed in (forward, backward))
+    fits = {block: [_fitted(timed, block) for timed in (forward, backward)] for block in _BLOCKS}
+    block = min(fits, key=lambda block: sum(found.error**2 for found in fits[block]))
+    rates = (
+        Rate(flops_per_s=1 / max(flop, 1e-16), overhead_s=overhead, row_s=row)
+        for overhead, row, flop in (found.figures for found in fits[block])
+    )
     return Kernel(forward=next(rates), backward=next(rates), block=block, source=source)
 
 
@@ -136,11 +140,6 @@ def _fitted(timed: Sequence[Timed], block: tuple[int, int]) -> Fit:
     """Seconds per call, per query token and head, and per FLOP."""
     work = [(1.0, float(t.asked.heads * t.asked.rows), float(kernel_time.flops(t.asked, block))) for t in timed]
     return fit(work, [t.seconds for t in timed])
-
-
-def _rate(found: Fit) -> Rate:
-    overhead, row, flop = found.figures
-    return Rate(flops_per_s=1 / max(flop, 1e-16), overhead_s=overhead, row_s=row)
 
 
 def products(device: torch.device, dtype: torch.dtype, sizes: Sizes, shown: Shown) -> float:

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from cp_plugin.engine.attention.calls import Setup
-from cp_plugin.planner.machine.events import Post, Seconds
+from cp_plugin.planner.machine.events import Event, Post, Seconds
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.machine.links import Links, place
 from cp_plugin.planner.packs import work
@@ -61,8 +61,16 @@ class Timeline:
     @property
     def seconds_of(self) -> Seconds:
         """Seconds by pass, with the time each keeps a rank's network card busy."""
-        on_card = (self._card_seconds("forward"), self._card_seconds("backward"))
-        return Seconds(self.forward.seconds, self.backward.seconds, *on_card)
+        alone = len(self.programs) < self.setup.problem.size
+
+        def count_on_card(rank: int, events: Iterable[Event]) -> float:
+            posts = (event for event in events if isinstance(event, Post))
+            busy = (part for post in posts for part in self.links.cost(post, rank, worst=alone).busy)
+            return sum(seconds for level, seconds in busy if level == "inter")
+
+        forward = max(count_on_card(rank, program.forward) for rank, program in self.programs.items())
+        backward = max(count_on_card(rank, program.backward) for rank, program in self.programs.items())
+        return Seconds(self.forward.seconds, self.backward.seconds, forward, backward)
 
     @property
     def exposed_s(self) -> dict[int, float]:
@@ -74,19 +82,6 @@ class Timeline:
         """Seconds of kernels on the rank that has the most."""
         kinds, passes = ("attention", "products", "memory"), (self.forward, self.backward)
         return max(sum(p.total(kind)[r] for p in passes for kind in kinds) for r in self.programs)
-
-    def _card_seconds(self, phase: Literal["forward", "backward"]) -> float:
-        alone = len(self.programs) < self.setup.problem.size
-        return max(
-            sum(
-                seconds
-                for post in getattr(program, phase)
-                if isinstance(post, Post)
-                for level, seconds in self.links.cost(post, rank, worst=alone).busy
-                if level == "inter"
-            )
-            for rank, program in self.programs.items()
-        )
 
 
 def simulate(
@@ -114,7 +109,8 @@ def programs_of(
     """Programs of these ranks; of all, if messages do not imply what the others do, unless documents are packed."""
     found = {index: trace(setup, index, tiled=tiled) for index in ranks}
     posts = (e for p in found.values() for e in (*p.forward, *p.backward) if isinstance(e, Post))
-    if not setup.problem.bounds and any(map(_own, posts)):
+    own = (post.each or (post.verb == "exchange" and None in (post.to, post.source)) for post in posts)
+    if not setup.problem.bounds and any(own):
         return {index: trace(setup, index, tiled=tiled) for index in range(setup.problem.size)}
     return found
 
@@ -145,8 +141,3 @@ def ends(setup: Setup) -> tuple[int, ...]:
         return tuple({int(work(setup).argmax()), int(np.argmax(sent))})
     uneven = problem.causal and setup.layout == "contiguous"
     return (0, last) if uneven and last else (last,)
-
-
-def _own(post: Post) -> bool:
-    """Whether other ranks may differ: in whether they send or receive, or in the number of rows."""
-    return bool(post.each) or (post.verb == "exchange" and None in (post.to, post.source))

@@ -6,7 +6,7 @@ Parameters, gradients and optimizer states follow Megatron's mixed-precision Ada
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -161,15 +161,11 @@ def _states(model: Model, parallel: Parallel, stage: int) -> tuple[float, float,
         gradients += number * GRADIENT / (sharers if p.zero >= 2 else 1)
         optimizer += number * states / (sharers if p.zero >= 1 else 1)
     if p.zero == 3:
-        most = _largest_layer(model, p, p.layers(model, stage))
+        each = ([weights.attention(model, n), weights.ffn(model, n)] for n in model.alike(p.layers(model, stage)))
+        most = max((sum(device_parameters(p, weights.summed(layer))) for layer in each), default=0)
         parameters += most * p.element * GATHERED_LAYERS
         gradients += most * GRADIENT
     return parameters, gradients, optimizer
-
-
-def _largest_layer(model: Model, parallel: Parallel, layers: Iterable[int]) -> float:
-    found = (weights.summed([weights.attention(model, n), weights.ffn(model, n)]) for n in model.alike(layers))
-    return max((sum(device_parameters(parallel, each)) for each in found), default=0)
 
 
 def _repeated(model: Model, parallel: Parallel, layers: dict[int, int]) -> float:
