@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cp_plugin.planner.training import activations, weights
 from cp_plugin.planner.training.footprint import (
@@ -35,6 +33,7 @@ def test_parts_add_up() -> None:
     shape, peaks = Parallel(devices=64, context=8, seq_length=2**17), (1e9, 3e9)
     found = footprint(model("llama3-8b"), shape, peaks)
     assert found.attention == 3e9 and found.communicators == 0
+    assert replace(found, logits=0).temporaries == found.recomputed + 3e9
     assert sum(found.parts.values()) == found.total
     more = footprint(model("llama3-8b"), shape, peaks, communicators=3)
     assert more.communicators == 2 * COMMUNICATOR and more.total == found.total + 2 * COMMUNICATOR
@@ -179,41 +178,3 @@ def test_published_memory() -> None:
 
     growth = (total(16384) - total(2048)) / 1e9
     assert growth == pytest.approx(57.8 - 28.7, rel=0.2)
-
-
-MODELS = st.sampled_from([GPT, LLAMA, MIXED, LATENT])
-
-
-@st.composite
-def divisions(draw: st.DrawFn) -> Parallel:
-    tensor, pipeline, context, data = (draw(st.sampled_from((1, 2, 4))) for _ in range(4))
-    micro = draw(st.sampled_from((1, 2)))
-    return Parallel(
-        devices=tensor * pipeline * context * data,
-        tensor=tensor,
-        pipeline=pipeline,
-        context=context,
-        sequence_parallel=draw(st.booleans()),
-        zero=draw(st.sampled_from((0, 1, 2, 3))),
-        recompute=draw(st.sampled_from(("none", "selective", "full"))),
-        recompute_modules=("core_attn", "layernorm", "mlp", "moe", "mla_up_proj"),
-        recompute_group=draw(st.sampled_from((1, 2, 8))),
-        recompute_attention=draw(st.booleans()),
-        micro_batch=micro,
-        global_batch=micro * data * 2 * draw(st.sampled_from((1, 4))),
-        seq_length=4096,
-    )
-
-
-@settings(max_examples=100)
-@given(MODELS, divisions(), st.sampled_from(("tensor", "pipeline", "context", "data")), st.floats(0, 1e9))
-def test_more_ranks_or_recomputation_never_need_more_memory(m: Model, p: Parallel, axis: str, peak: float) -> None:
-    def total(**changes: object) -> float:
-        return footprint(m, replace(p, **changes), (peak,)).total
-
-    more = {"devices": 2 * p.devices, "expert_tensor": 0}
-    if axis != "data":
-        more[axis] = 2 * getattr(p, axis)
-    assert total(**more) <= total() * (1 + 1e-12)
-    for recompute in ("full", "selective"):
-        assert total(recompute=recompute) <= total(recompute="none") * (1 + 1e-12)
