@@ -108,15 +108,17 @@ def upstream_names(problem: Problem) -> set[str]:
 def candidates(
     problem: Problem, fp8: Sequence[Fp8 | None] = (None,), allowed: Allowed = ALL
 ) -> dict[str, list[Candidate]]:
-    """Name -> the candidates that support the problem.
+    """Name -> the candidates for softmax attention that support the problem.
 
     fp8: payload formats to consider; None: the model's dtype.
     """
-    kind = "linear" if problem.decay != "none" else "softmax"
     sparse = problem.window is not None or problem.documents
-    names = [name for name in providers.names(kind) if name not in _BASELINES and (sparse or name not in _SPARSE)]
+    names = [name for name in providers.names() if sparse or name not in _SPARSE]
     found = {name: _supported(name, problem, _options(providers.get(name), problem, fp8, allowed)) for name in names}
-    if kind == "softmax" and problem.size > 1:
+    if problem.size == 1:
+        alone = settled_or_reason(providers.get(_ALONE), problem, Options())
+        found[STOCK] = [Candidate(name=STOCK, setup=alone, flags="")]
+    else:
         theirs = divide_each(problem) if problem.bounds else problem
         for comm_type, provider, options in _upstream(problem):
             setup = with_float32_sums(providers.get(provider), theirs, options)  # priced as sent later
@@ -125,9 +127,6 @@ def candidates(
                 sizes = f" --hierarchical-context-parallel-sizes {shared} {theirs.size // shared}" if shared else ""
                 name, flags = f"{STOCK} {comm_type}", f"--cp-comm-type {comm_type}{sizes}"
                 found.setdefault(name, []).append(Candidate(name=name, setup=setup, flags=flags))
-    elif kind == "softmax":
-        alone = settled_or_reason(providers.get(_ALONE), problem, Options())
-        found[STOCK] = [Candidate(name=STOCK, setup=alone, flags="")]
     return {name: allowed.chosen_from(_distinct(some)) for name, some in found.items()}
 
 

@@ -41,17 +41,10 @@ class Links:
 
     def cost(self, post: Post, rank: int, *, worst: bool = False) -> Cost:
         """Cost of a verb on a rank; ``worst``: on the slowest rank, if all send as this one does."""
-        if post.verb == "exchange":
-            shift = (
-                None if post.axis == WHOLE else (self._steps(post.to, post, rank), self._steps(post.source, post, rank))
-            )
-            key = (post.axis, shift or (post.to, post.source), post.nbytes, None if worst else rank)
-            if key not in self._costs:
-                self._costs[key] = self._exchange(post, rank, shift, worst)
-        else:
-            key = (post.verb, post.axis, post.nbytes, post.each, rank)
-            if key not in self._costs:
-                self._costs[key] = self._collective(post, rank)
+        key = (post._replace(number=0), rank, worst)
+        if key not in self._costs:
+            exchange = post.verb == "exchange"
+            self._costs[key] = self._exchange(post, rank, worst) if exchange else self._collective(post, rank)
         return self._costs[key]
 
     def least(self, axis: str, nbytes: float) -> tuple[Level, float]:
@@ -84,30 +77,27 @@ class Links:
         """Ranks of this mesh on the fullest node."""
         return int(np.bincount(self.nodes).max())
 
-    def _steps(self, peer: int | None, post: Post, rank: int) -> int | None:
+    def _steps(self, peer: int, post: Post, rank: int) -> int:
         """Distance of a peer up the axis."""
-        if peer is None:
-            return None
         n, here = self.axes[post.axis], coordinates(self.axes, rank)[post.axis]
         return (coordinates(self.axes, peer)[post.axis] - here) % n
 
-    def _leave(self, axis: str, step: int | None) -> np.ndarray:
+    def _leave(self, axis: str, step: int) -> np.ndarray:
         """Per rank: whether its peer ``step`` up the axis is on another node."""
-        if step is None:
-            return np.zeros(len(self.nodes), dtype=bool)
         places = dict(self._places)
         places[axis] = (places[axis] + step) % self.axes[axis]
         peers = np.ravel_multi_index(tuple(places.values()), tuple(self.axes.values()))
         return self.nodes[peers] != self.nodes
 
-    def _exchange(self, post: Post, rank: int, shift: tuple[int | None, int | None] | None, worst: bool) -> Cost:
-        if shift is None:
+    def _exchange(self, post: Post, rank: int, worst: bool) -> Cost:
+        if post.axis == WHOLE:
             peers = [p for p in (post.to, post.source) if p is not None]
             outside = [bool(self.nodes[p] != self.nodes[rank]) for p in peers]
             return self._message(post, any(outside), not all(outside), self._per_node)
-        out, into = (self._leave(post.axis, step) for step in shift)
-        crossing = self._crossing(out, into)
-        given = [leaves for leaves, step in ((out, shift[0]), (into, shift[1])) if step is not None]
+        given = [
+            self._leave(post.axis, self._steps(peer, post, rank)) for peer in (post.to, post.source) if peer is not None
+        ]
+        crossing = self._crossing(*given)
         outside, inside = np.logical_or.reduce(given), ~np.logical_and.reduce(given)
         if not worst:
             return self._message(post, bool(outside[rank]), bool(inside[rank]), int(crossing[rank]))
