@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cp_plugin.engine.attention.calls import Setup, can_place, settled_or_reason, with_float32_sums
@@ -54,8 +54,6 @@ class Allowed:
     """Options fixed in advance; Megatron's own methods do not have them."""
     layouts: Sequence[str] = tuple(documents.ALL)
     """Token layouts of our providers."""
-    suits: Callable[[Candidate], bool] | None = None
-    """Any further condition."""
     real: Problem | None = None
     """An attention call of the training, with what is not priced: sinks, documents of unknown lengths."""
     stock: bool = True
@@ -66,7 +64,7 @@ class Allowed:
     def chosen_from(self, some: Iterable[Candidate]) -> list[Candidate]:
         """Those that satisfy all of this."""
         theirs = set() if not self.stock else upstream_names(self.real) if self.real is not None else None
-        return [c for c in some if self._can(c, theirs) and (self.suits is None or self.suits(c))]
+        return [c for c in some if self._can(c, theirs)]
 
     def _can(self, candidate: Candidate, theirs: set[str] | None) -> bool:
         if candidate.upstream:

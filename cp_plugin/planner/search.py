@@ -97,7 +97,9 @@ def answer(
         progress: called with a description of each candidate before it is priced.
     """
     chosen, every, fits = [], [], False
-    for stock, side in enumerate(_sides(asked)):
+    ours, theirs = replace(asked.allowed, stock=False), replace(asked.allowed, refused="only stock Megatron's")
+    for stock, allowed in enumerate((ours, theirs)):
+        side = replace(asked, allowed=allowed)
         choices = _choices(asked, stock=bool(stock))
         fitting = [c for c in ([s for s in some if asked.fits(footprint(asked.model, s))] for some in choices) if c]
         fits = fits or bool(fitting)
@@ -112,14 +114,6 @@ def answer(
     return _answer(asked, chosen, every)
 
 
-def _sides(asked: Asked) -> list[Asked]:
-    """What is asked of our methods, and of stock Megatron's."""
-    suits = asked.allowed.suits or (lambda c: True)
-    ours = replace(asked.allowed, suits=lambda c: not c.upstream and suits(c))
-    theirs = replace(asked.allowed, suits=lambda c: c.upstream and suits(c))
-    return [replace(asked, allowed=allowed) for allowed in (ours, theirs)]
-
-
 def _choices(asked: Asked, *, stock: bool) -> list[list[Parallel]]:
     """Each division of the model with its recomputations, as they are on this side."""
     found: dict[Parallel, list[Parallel]] = {}
@@ -132,7 +126,6 @@ def _answer(asked: Asked, searches: Sequence[_Search], every: Sequence[_Search])
     """The methods of these searches, one for each side, out of ``every`` search."""
     for search in searches:
         search.finish()
-    first = searches[0].problem
     found = sorted((p for search in searches for p in search.priced.values()), key=searches[0].rank)
     able = [p for p in found if asked.fits(p.footprint) == asked.fits(found[0].footprint)]
     tied = tying(able)
@@ -142,7 +135,7 @@ def _answer(asked: Asked, searches: Sequence[_Search], every: Sequence[_Search])
         found=[*sorted(tied, key=_simplicity), *(p for p in found if p not in tied)],
         tied=len(tied),
         lost=sorted(lost, key=lambda one: one.seconds),
-        cannot=refusals(first) if first.decay == "none" else {},
+        cannot=refusals(searches[0].problem) if searches[0].main != LINEAR else {},
         tried=sum(s.tried for s in every),
         simulated=sum(s.simulated for s in every),
     )
@@ -196,7 +189,7 @@ class _Search:
         self.context = shape.context
         self._problems = problems_of(asked.model, shape, asked.cluster)
         self._alone = {letter: computes(its, asked.cluster) for letter, its in self._problems.items()}
-        self._main, self.problem = next(iter(self._problems.items()))
+        self.main, self.problem = next(iter(self._problems.items()))
         self._fastest = self._fastest_shape()
         seconds = iteration(asked.model, self._fastest, asked.cluster, self._alone).seconds
         self.per_token = seconds * shape.devices / (shape.global_batch * shape.seq_length)
@@ -205,7 +198,7 @@ class _Search:
     @cached_property
     def candidates(self) -> dict[str, list[Candidate]]:
         """Method -> candidates that suit all kinds of softmax layers; linear ones where there is no softmax layer."""
-        if self._main == LINEAR:
+        if self.main == LINEAR:
             return {c.name: [c] for c in linear_candidates(self.problem)}
         asked, softmax = self.asked, {letter: its for letter, its in self._problems.items() if letter != LINEAR}
         allowed = replace(asked.allowed, stock=asked.allowed.stock and LINEAR not in self._problems)
@@ -241,7 +234,7 @@ class _Search:
 
     def _bound(self, candidate: Candidate) -> float:
         """Lower bound on an iteration."""
-        every = {**self._alone, self._main: least(candidate, self.asked.cluster, self._fastest.tensor)}
+        every = {**self._alone, self.main: least(candidate, self.asked.cluster, self._fastest.tensor)}
         return iteration(self.asked.model, trained(candidate, self._fastest), self.asked.cluster, every).seconds
 
     def _fastest_shape(self) -> Parallel:

@@ -70,7 +70,7 @@ def test_finds_what_exhaustive_search_finds(found: Plan) -> None:
 
 def test_no_more_is_simulated_than_tried() -> None:
     """Of a method with one candidate the variants are tried, too."""
-    only = Allowed(options=Options(head_parallel=1), suits=lambda one: one.name == "burst")
+    only = Allowed(options=Options(intra_size=2, backward="q"))
     found = answer(replace(ASKED, allowed=only))
     assert 1 < found.simulated <= found.tried
 
@@ -96,12 +96,12 @@ def test_fixed_options_stay(options: Options, names: set[str]) -> None:
 
 
 def test_restrictions() -> None:
-    zigzag = Allowed(layouts=["zigzag"], suits=lambda candidate: candidate.name != "ring")
+    zigzag = Allowed(layouts=["zigzag"], stock=False)
     found = candidates(PROBLEM, allowed=zigzag)
     every = [c for some in found.values() for one in some for c in (one, *variants(one, zigzag))]
     assert {c.setup.layout for c in every} == {"zigzag"}
-    assert "attention2d" in {c.name for c in every} and "ring" not in {c.name for c in every}
-    nothing = Allowed(suits=lambda candidate: False)
+    assert "attention2d" in {c.name for c in every} and not any(c.upstream for c in every)
+    nothing = Allowed(stock=False, refused="a rule")
     shape = Parallel(devices=8, context=8, seq_length=8192, recompute="full")
     assert not answer(replace(ON_DGX, shapes=[shape], allowed=nothing)).found
 
@@ -125,18 +125,8 @@ def test_the_simplest_of_a_tie_is_named(found: Plan) -> None:
     assert len(tied) > 1 and not any(beaten(p, q) for p in tied for q in found.found)
     assert all(any(beaten(p, q) for q in tied) for p in slower)
     assert any(p.iteration.seconds > (1 + KNOWN_ERROR) * found.fastest for p in slower)
-    words = [
-        (
-            not p.candidate.upstream,
-            p.candidate.name != "stock p2p",
-            len(p.candidate.flags.split()),
-            p.iteration.seconds,
-        )
-        for p in tied
-    ]
-    assert words == sorted(words)
-    seconds = [p.iteration.seconds for p in slower]
-    assert seconds == sorted(seconds)
+    simple = [(not p.candidate.upstream, p.candidate.name != "stock p2p", len(p.candidate.flags.split())) for p in tied]
+    assert simple == sorted(simple) and slower == sorted(slower, key=lambda p: p.iteration.seconds)
     text = "\n".join(why(found))
     assert f"tie: {tied[1].candidate.name}" in text and f"{found.best.candidate.name} is named as" in text
 
@@ -201,7 +191,7 @@ def test_each_side_in_its_own_best_shape() -> None:
         own = [p for p in both.found if p.candidate.upstream == upstream]
         assert len({sizes(p.parallel) for p in own}) == 1
         every = [k for shape in asked.shapes for k in (shape, *selections(asked.model, shape))]
-        only = Allowed(suits=lambda c, of=upstream: c.upstream == of)
+        only = Allowed(refused="a rule") if upstream else Allowed(stock=False)
         some = answer(replace(asked, shapes=every, free=False, allowed=only))
         assert min(p.iteration.seconds for p in own) <= (1 + KNOWN_ERROR) * some.fastest
     assert both.best.candidate.upstream and both.best.repeats == 0
