@@ -173,18 +173,10 @@ def _flags(priced: Priced) -> str:
 def _describe_ours(found: Plan, best: Priced, stock: Priced | None) -> str:
     """The choice of one of the plugin's providers, in one line."""
     setup, ours = best.candidate.setup, [p for p in found.found if not p.candidate.upstream and found.fits(p)]
-    fastest = min(p.iteration.seconds for p in ours)
     tied = [p for p in tying(ours) if p is not best]
-    slower = sorted((p for p in ours if p not in (best, *tied)), key=lambda p: p.iteration.seconds)
     chosen = ", ".join(part for part in (setup.layout, str(setup)) if part)
     parts = [f"{best.candidate.name} ({chosen}): predicted {_ms(best)} ms per attention call"]
-    if tied:
-        parts.append(f"the simplest in a tie with {_each(tied)}")
-    if slower:
-        least = slower[0].iteration.seconds / fastest
-        parts.append(f"iterations take {least:.2f}x or more with {_each(slower)}")
-    if lost := [lost.seconds for lost in found.lost if not lost.name.startswith(STOCK)]:
-        parts.append(f"others take at least {lost[0] / fastest:.2f}x")
+    parts += [f"the simplest in a tie with {_each(tied)}"] if tied else []
     parts += [] if stock is None else [_each([stock])]
     return "; ".join([*parts, describe(p.provider for p in (*ours, *filter(None, [stock])))])
 
