@@ -67,7 +67,9 @@ def from_name(name: str, devices: int, seq_length: int, machine: str | Cluster, 
         except ValueError as error:
             reasons[str(error)] = None
     if not shapes:
-        why = list(reasons)[:3] or [_nothing(fixed)]
+        named = {"--tensor": fixed.tensor, "--pipeline": fixed.pipeline, "--context": fixed.context}
+        given = " x ".join(f"{flag} {n}" for flag, n in named.items() if n)
+        why = list(reasons)[:3] or [f"{given} does not divide the number of devices"]
         raise ValueError(f"cannot split {found.name} across {devices} devices: {'; '.join(why)}")
     return Asked(model=found, cluster=there, shapes=shapes, free=fixed.recompute is None)
 
@@ -136,9 +138,3 @@ def _shape(found: Model, devices: int, seq_length: int, sizes: dict[str, Any]) -
             f"context-parallel x {shape.tensor} tensor-parallel ranks"
         )
     return shape
-
-
-def _nothing(fixed: Fixed) -> str:
-    sizes = {"--tensor": fixed.tensor, "--pipeline": fixed.pipeline, "--context": fixed.context}
-    given = " x ".join(f"{flag} {n}" for flag, n in sizes.items() if n)
-    return f"{given} does not divide the number of devices" if given else "no sizes fit"

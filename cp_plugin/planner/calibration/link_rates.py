@@ -57,13 +57,7 @@ class Measured:
     """The links between the ranks of ``torch.distributed``. All methods are collective."""
 
     def __init__(self, hosts: Sequence[str], device: torch.device, shown: Callable[[str], object]) -> None:
-        """
-        Args:
-            hosts: of every rank; each must hold the same number of neighbouring ranks.
-
-        Raises:
-            ValueError: for hosts with different numbers of ranks.
-        """
+        """hosts: of every rank; ValueError unless all hold as many ranks, neighbouring ones."""
         self._device, self._shown = device, shown
         size, self.per_node = len(hosts), neighbours_per_host(hosts)
         if self.per_node * len(set(hosts)) != size:

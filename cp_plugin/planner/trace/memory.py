@@ -111,12 +111,7 @@ class Passes(Quiet, WithoutData):
     """While active, reports every operation that touches memory to ``memory`` or ``products``."""
 
     def __init__(self, memory: Callable[[int, int], None], products: Callable[[int, str], None], meter: Meter) -> None:
-        """
-        Args:
-            memory: (bytes read and written, launches).
-            products: (FLOPs, dtype).
-            meter: counts live tensors.
-        """
+        """memory: (bytes read and written, launches); products: (FLOPs, dtype); meter: counts live tensors."""
         super().__init__()
         self._memory, self._products, self._meter = memory, products, meter
         self._inside = False  # one kernel: it has no temporaries

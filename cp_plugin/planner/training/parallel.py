@@ -18,10 +18,8 @@ Recompute = Literal["none", "selective", "full"]
 RECOMPUTE = ("none", "selective", "full")
 MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 """Choices of Megatron's ``--recompute-modules``."""
-KEPT = ("layernorm", "mlp")
-"""Those with which stock Megatron drops most of a layer but keeps attention's output."""
-SELECTIONS = (("layernorm",), ("mlp",), KEPT)
-"""Modules that a search recomputes; with experts also ``moe`` alone."""
+SELECTIONS = (("layernorm",), ("mlp",), ("layernorm", "mlp"))
+"""Modules that a search recomputes; with experts also ``moe`` alone. Stock Megatron, too, keeps attention's output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
