@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -97,27 +97,23 @@ class Gain(NamedTuple):
 def gain(found: Plan, ours: Priced, stock: Priced) -> Gain:
     """Where a gain over stock Megatron comes from: our method is priced in stock's shape, too, or if it cannot run
     there, the fastest of ours that can. Simulated once, however often it is printed."""
-    there, kept = stock.parallel, replace(stock.parallel, recompute_attention=ours.parallel.recompute_attention)
+    there, allowed = stock.parallel, replace(found.asked.allowed, stock=False)
+    kept = replace(there, recompute_attention=ours.parallel.recompute_attention)
     every = [replace(divided_alike(kept), recompute=again) for again in RECOMPUTE] if found.asked.free else []
-    ours_alone = replace(found.asked, allowed=replace(found.asked.allowed, stock=False))
-    at_best = replace(ours_alone, shapes=[kept, *every])
-    there_too = replace(ours_alone, shapes=[there], limit=math.inf, free=False)
-    same, least = (answer(asked, worth=KNOWN_ERROR).found for asked in (there_too, at_best))
 
-    def recomputed(one: Priced) -> tuple[str, tuple[str, ...]]:
-        return one.parallel.recompute, one.parallel.recompute_modules
-
-    def own(some: Sequence[Priced]) -> Priced:
+    def own(**asked: Any) -> Priced:
+        some = answer(replace(found.asked, allowed=allowed, **asked), worth=KNOWN_ERROR).found
         able = [p for p in some if found.fits(p)] or some
         named = [p for p in able if p.candidate.name == ours.candidate.name] or able
         return min(named, key=lambda p: p.iteration.seconds)
 
-    alike, freed = own(same), own(least)
+    alike, freed = own(shapes=[there], limit=math.inf, free=False), own(shapes=[kept, *every])
+    recomputed = [(p.parallel.recompute, p.parallel.recompute_modules) for p in (alike, freed)]
     return Gain(
         method=stock.iteration.seconds / alike.iteration.seconds,
         recomputation=alike.iteration.seconds / freed.iteration.seconds,
         shape=ours.tokens_per_s / freed.tokens_per_s,
-        freed="attention not repeated" if recomputed(freed) == recomputed(alike) else "less recomputation",
+        freed="attention not repeated" if recomputed[0] == recomputed[1] else "less recomputation",
     )
 
 
