@@ -227,12 +227,7 @@ PAT = Protocol(8.4e-6, _SIMPLE, 0.75, tree=True)
 
 def protocols(ranks: int, nodes: int, inside: Wire) -> tuple[Protocol, ...]:
     """The protocols available to NCCL; LL128 needs NVLink within nodes."""
-    found = [SIMPLE, LL]
-    if inside == "nvlink":
-        found.append(LL128)
-    if nodes == ranks:
-        found.append(PAT)
-    return tuple(found)
+    return (SIMPLE, LL, *[LL128] * (inside == "nvlink"), *[PAT] * (nodes == ranks))
 
 
 class Group(NamedTuple):
