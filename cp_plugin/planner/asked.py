@@ -63,9 +63,16 @@ def from_name(name: str, devices: int, seq_length: int, machine: str | Cluster, 
     reasons: dict[str, None] = {}
     for sizes in _sizes(there, devices, fixed):
         try:
-            shapes.append(_shape(found, devices, seq_length, sizes))
+            shape = Parallel(devices=devices, sequence_parallel=sizes["tensor"] > 1, seq_length=seq_length, **sizes)
+            check(found, shape)
         except ValueError as error:
             reasons[str(error)] = None
+            continue
+        chunks = f"twice {shape.context} context-parallel x {shape.tensor} tensor-parallel ranks"
+        if seq_length % (n := 2 * shape.context * shape.tensor):
+            reasons[f"--seq-length {seq_length} is not a multiple of {n}, {chunks}"] = None
+        else:
+            shapes.append(shape)
     if not shapes:
         named = {"--tensor": fixed.tensor, "--pipeline": fixed.pipeline, "--context": fixed.context}
         given = " x ".join(f"{flag} {n}" for flag, n in named.items() if n)
@@ -127,14 +134,3 @@ def _sizes(machine: Cluster, devices: int, fixed: Fixed) -> Iterator[dict[str, A
         for context in [fixed.context] if fixed.context else range(1, left + 1):
             if left % context == 0:
                 yield {"tensor": tensor, "pipeline": pipeline, "context": context, "recompute": again}
-
-
-def _shape(found: Model, devices: int, seq_length: int, sizes: dict[str, Any]) -> Parallel:
-    shape = Parallel(devices=devices, sequence_parallel=sizes["tensor"] > 1, seq_length=seq_length, **sizes)
-    check(found, shape)
-    if seq_length % (2 * shape.context * shape.tensor):
-        raise ValueError(
-            f"--seq-length {seq_length} is not a multiple of {2 * shape.context * shape.tensor}, twice {shape.context} "
-            f"context-parallel x {shape.tensor} tensor-parallel ranks"
-        )
-    return shape
