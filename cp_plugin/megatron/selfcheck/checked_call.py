@@ -1,10 +1,10 @@
-"""The call of a layer's attention that is checked in training, and the error if it is wrong."""
+"""The call of a layer that is checked in training: how it is drawn, and the error if it is wrong."""
 
 from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -31,29 +31,12 @@ class AttentionError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """Which steps are checked."""
-
-    every: int
-    iterations: Callable[[], int]  # the number of finished ones
-
-    def due(self) -> int:
-        """The current step; 0 if it is not checked."""
-        step = self.iterations() + 1
-        if STATE.trial:
-            return 0
-        if STATE.owed < 0:
-            STATE.owed = step
-        return 0 if step % self.every and step != STATE.owed else step
-
-
-@dataclass(frozen=True, slots=True)
 class Place:
     """The checked call."""
 
     step: int
     _: KW_ONLY
-    layer: int = 0
+    layer: int = 0  # 0: none, but the batch
     cp: ContextParallel
     group: dist.ProcessGroup | None
     draw: random.Random  # in the same state on all ranks of the group
@@ -86,14 +69,41 @@ class Place:
         with self.cp.mesh.ledger.phase(PHASE), torch.no_grad():
             yield
 
+    def by_rank(self, texts: Sequence[str]) -> list[str]:
+        """Return what is wrong on the ranks of the group, from a text of each, which may be empty."""
+        return [f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True) if text]
+
+    def stop_if_any(
+        self, wrong: Sequence[str], where: str, claim: str, cause: str, error: type[RuntimeError] = AttentionError
+    ) -> None:
+        """Raise an error if something is wrong; in the start-up check, only note it.
+
+        where, claim: make a sentence; cause: another one.
+        """
+        if not wrong:
+            return
+        layer = f"layer {self.layer}, " if self.layer else ""
+        if self.problems is not None:
+            self.problems.append(f"{layer}{where}: {'; '.join(wrong[:3])}")
+            return
+        flag = f"--cp-check-every {runtime.settings().check_every or ''}".rstrip()
+        more = f" (and {len(wrong) - 4} more)" if len(wrong) > 4 else ""
+        raise error(
+            f"{flag}: in step {self.step}, {layer}on the {self.cp.layout.name} layout, {where} {claim}. "
+            f"{'; '.join(wrong[:4])}{more}. {cause}. Resume from an earlier checkpoint; "
+            "--cp-check-every 0 checks nothing"
+        )
+
 
 class Drawn:
     """A micro-batch of each checked step, and in it one of several layers, drawn alike by tensor-parallel ranks."""
 
-    def __init__(self, steps: Steps, salt: str = "") -> None:
-        self.steps, self._salt = steps, salt
-        self.step = self.earlier = 0  # the current one; calls of the layer before the drawn one
-        self.layer: Any = None  # until it is checked
+    def __init__(self, due: Callable[[], int], salt: str = "") -> None:
+        """due: returns the current step if it is checked, or 0."""
+        self._due, self._salt = due, salt
+        self.step = self._earlier = 0  # the current one; calls of the layer before the drawn one
+        self._left = False  # whether the drawn call is still to come
+        self._layer: Any = None
         self.draw = random.Random()
         self.problems: list[str] | None = None  # see ``Place``
         self._without_gradients = 0  # step in which a call without them was checked; the one with them is awaited
@@ -103,38 +113,29 @@ class Drawn:
         """Whether rows are compared, beside the identities."""
         return runtime.settings().check_every > 0 or self.step == STATE.owed
 
-    def begin(self, training: bool, layers: Iterable[Any] = (None,)) -> bool:
-        """Draw in a checked step that is new; return True if this step is checked."""
-        step = self.steps.due() if training else 0
+    def take(self, training: bool, layer: Any = None, among: Iterable[Any] = (None,)) -> bool:
+        """Count a call of a layer; return True if it is the drawn one of a checked step, or its recomputation.
+
+        among: the layers of which one is drawn.
+        """
+        step = self._due() if training else 0
         if step and step != self.step:
             self.step = step
             self.draw = random.Random(f"{step} {parallel_state.get_data_parallel_rank()}{self._salt}")
-            among = list(layers)
-            self.layer = self.draw.choice(among) if among else None
-            self.earlier = self.draw.randrange(get_num_microbatches())
-        return step > 0
-
-    def is_due(self) -> bool:
-        """Count a call of the layer; return True if it is the drawn one, once."""
-        self.earlier -= 1
-        return self.earlier == -1
-
-    def is_next(self, layer: Any) -> bool:
-        """Return True if this layer's next call is the drawn one."""
-        return layer is self.layer and self.earlier == 0
-
-    def take(self, layer: Any) -> bool:
-        """Count a call of a layer; return True if it is the drawn one, or its recomputation."""
-        if layer is not self.layer or not layer.training:
+            layers = list(among)
+            self._left = bool(layers)
+            self._layer = self.draw.choice(layers) if layers else None
+            self._earlier = self.draw.randrange(get_num_microbatches())
+        if not step or not self._left or layer is not self._layer:
             return False
-        if self.earlier > 0:
-            self.earlier -= 1
+        if self._earlier > 0:
+            self._earlier -= 1
             return False
         if torch.is_grad_enabled():
-            self.layer = None
-        elif self._without_gradients == self.step:
+            self._left = False
+        elif self._without_gradients == step:
             return False
-        self._without_gradients = self.step
+        self._without_gradients = step
         return True
 
     def place(self, cp: ContextParallel, group: dist.ProcessGroup | None, layer: Any = None) -> Place:
@@ -150,18 +151,14 @@ class Every(Drawn):
     rows = True
 
     def __init__(self) -> None:
-        super().__init__(Steps(1, lambda: 0))
+        super().__init__(lambda: 0)
         self.draw, self.problems = random.Random("start-up"), list[str]()
-        self.calls, self._readings = 0, set[Any]()
+        self.calls = 0
+        self.readings = set[Any]()
+        """How softmax layers read their configuration: one layer of each is compared with Megatron's own attention."""
 
-    def begin(self, training: bool, layers: Iterable[Any] = (None,)) -> bool:
-        return training
-
-    def is_next(self, layer: Any) -> bool:
-        return not modelopt.quantizes(layer)
-
-    def take(self, layer: Any) -> bool:
-        taken = layer.training and self.is_next(layer)
+    def take(self, training: bool, layer: Any = None, among: Iterable[Any] = (None,)) -> bool:
+        taken = training and not modelopt.quantizes(layer)
         self.calls += taken
         return taken
 
@@ -170,9 +167,3 @@ class Every(Drawn):
         """What is wrong on this rank, in short."""
         texts = self.problems or []
         return [*texts[:2], f"and {len(texts) - 2} more"] if len(texts) > 3 else texts
-
-    def reads(self, layer: Any) -> bool:
-        """Return True for the first of the softmax layers whose configuration is read alike."""
-        before, reading = len(self._readings), (layer.window, layer.attn_mask_type, layer.softmax_scale)
-        self._readings.add(reading)
-        return len(self._readings) > before

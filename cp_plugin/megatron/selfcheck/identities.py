@@ -12,10 +12,8 @@ Batch entries and documents do not see each other: each has a weight in the sums
 another one breaks them. docs/selfcheck.md says why they hold and what they find.
 
 Rounding (u: unit roundoff of the dtype, a: of the accumulation). A kernel rounds elements independently: the error
-grows as the root of the sum of squares, by less than 5 u in 10,000 calls (``test_identities.py``). Where
-attention is uniform, all weights are rounded alike, and the sum as much as one of them. In float32 a kernel's own sums
-count as well, by less than 16 a for each unit of the sum of magnitudes. In float16, weights and gradients below the
-smallest number are lost.
+grows as the root of the sum of squares, by less than 5 u in 10,000 calls, or where attention is uniform as the sum. In
+float32 its own sums count, by less than 16 a for each unit of magnitudes. Float16 loses what is below its least number.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from torch import Tensor
 
 from cp_plugin.engine.attention.convolution import Rows
 from cp_plugin.engine.comm.every_rank import gather_ranks
-from cp_plugin.megatron.selfcheck.checked_call import AttentionError, Place
+from cp_plugin.megatron.selfcheck.checked_call import Place
 from cp_plugin.megatron.selfcheck.exact_rows import Rounding
 from cp_plugin.megatron.selfcheck.slices import digest
 
@@ -60,7 +58,10 @@ class Identities:
             documents: bounds of a pack's documents; None: not packed.
             exchanged: what a convolution has exchanged by the end of its backward: ``convolution.told``.
         """
-        self.place, self.pairs, self.rounding = place, list[tuple[str, str]](), rounding_of(place, q)
+        self.place, self.pairs = place, list[tuple[str, str]]()
+        self.rounding = Rounding.from_dtype(q.dtype, cuda=q.is_cuda, hops=place.hops)
+        if place.cp.options.fp8 is not None:  # payloads and products in e4m3 have three bits of mantissa
+            self.rounding = replace(self.rounding, unit=2.0**-4)
         self._expected, self._exchanged = 0, exchanged
         self._dots: dict[str, Tensor] = {}
         tokens, batch = shape[:2]
@@ -123,27 +124,13 @@ class Identities:
                 number = place.tp_rank * len(beyond) + head
                 what = "short convolution" if (one, other) in CONVOLUTION else f"head {number}"
                 wrong.append(f"{what}: {both}, where rounding allows {allowed[head]:.1e} between them")
-        if wrong and place.problems is not None:
-            place.problems.append(f"layer {place.layer}, gradients: {'; '.join(wrong[:3])}")
-        elif wrong:
-            raise AttentionError(self._message(wrong))
-
-    def _message(self, wrong: Sequence[str]) -> str:
-        place = self.place
-        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        return (
-            f"--cp-check-every: in step {place.step}, layer {place.layer}, the gradients of {place.cp.provider.name} "
-            f"attention on the {place.cp.layout.name} layout break an identity that holds for any attention. "
-            f"{'; '.join(wrong[:3])}{more}. Gradients were lost, scaled or taken from other data: a device, a link or "
-            "a buffer is at fault. Resume from an earlier checkpoint; --cp-check-every 1 also compares rows and names "
-            "ranks; --cp-check-every 0 checks nothing"
+        place.stop_if_any(
+            wrong,
+            "gradients",
+            f"of {place.cp.provider.name} attention break an identity that holds for any attention",
+            "Gradients were lost, scaled or taken from other data: a device, a link or a buffer is at fault; "
+            "--cp-check-every 1 also compares rows and names ranks",
         )
-
-
-def rounding_of(place: Place, q: Tensor) -> Rounding:
-    """Of this call; payloads and products in FP8 (e4m3) have three bits of mantissa."""
-    found = Rounding.from_dtype(q.dtype, cuda=q.is_cuda, hops=place.hops)
-    return found if place.cp.options.fp8 is None else replace(found, unit=2.0**-4)
 
 
 def _rank_digests(rows: Rows, size: int) -> Tensor:

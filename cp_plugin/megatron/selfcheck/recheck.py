@@ -5,17 +5,15 @@ these and a few rows:
 
     step 300: layer 7, third call, batch entry 1, head 5              drawn by step from a separate generator
     all-gather of that head's keys and values over the context-parallel group, recorded under the phase "check"
-    8 rows of each rank, exactly (``exact_rows``)  -- compared -->    the layer's output
-    in the backward: the same for dq
+    8 rows of each rank, exactly (``exact_rows``)  -- compared -->    the layer's output; in the backward dq
 
-Of each kind of layer (softmax, linear, gated delta net by a provider) one call is drawn, by torch's hooks. With
-recomputation a layer is called twice per micro-batch: if the first call is drawn, its output is compared, and the next
-call with gradients, too. Tensor-parallel ranks draw alike, so that none waits for another, and check their own heads;
-data-parallel replicas draw independently. Keys travel by torch.distributed's all-gather, independently of provider and
-mesh. All ranks of the group share the verdict, and stop.
+One call of each kind of layer (softmax, linear, gated delta net by a provider) is drawn; with recomputation, its output
+is compared in the first pass, and all of it in the second. Tensor-parallel ranks draw alike, so that none waits for
+another; data-parallel replicas draw independently. Keys travel by torch.distributed's all-gather, independently of
+provider and mesh. All ranks of the group share the verdict, and stop.
 
-In the step of the start-up check every call is compared, softmax attention in all rows of the drawn head. A rank that
-attends with what an earlier call left in a buffer is right in the first call and wrong in the second.
+In the start-up check softmax attention is compared in all rows of the drawn head. A rank that attends with what an
+earlier call left in a buffer is right in the first call and wrong in the second.
 """
 
 from __future__ import annotations
@@ -48,9 +46,10 @@ from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention, CoreAtten
 from cp_plugin.megatron.mixers.mixer import Mixer
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.selfcheck import rotation, slices
-from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Every, Place, Steps
+from cp_plugin.megatron.selfcheck.checked_call import CALL, Drawn, Every, Place
 from cp_plugin.megatron.selfcheck.exact_rows import Exact, Linear, Rounding, Softmax, compare
 from cp_plugin.megatron.selfcheck.identities import CONVOLUTION, DELTA_RULE, LINEAR, SOFTMAX, Identities
+from cp_plugin.megatron.state import STATE
 from cp_plugin.testing import oracle
 from cp_plugin.testing.oracle import not_seen
 
@@ -62,68 +61,74 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> None:
-    """Attach the check to the attention layers, unless ``--cp-check-every 0`` forbids it.
+    """Attach the checks to the model, unless ``--cp-check-every 0`` forbids it.
 
     iterations: returns the number of finished iterations.
     """
-    settings = runtime.settings()
-    every = settings.check_every or settings.identities_every
+    every = runtime.settings().check_every or runtime.settings().identities_every
     if not every:
         return
-    steps = Steps(every, iterations)
-    slices.watch(chunks, steps)
-    rotation.watch(chunks, steps)
-    for mixer, layers in _by_mixer(chunks).items():
-        _Watch(mixer.kind, Drawn(steps)).follow(layers)
+
+    def due() -> int:
+        """The current step if it is checked: every N-th, and one that the start-up check could not run; or 0."""
+        step = iterations() + 1
+        if STATE.trial:
+            return 0
+        if STATE.owed < 0:
+            STATE.owed = step
+        return 0 if step % every and step != STATE.owed else step
+
+    slices.watch(chunks, due)
+    rotation.watch(chunks, due)
+    _follow(chunks, lambda: Drawn(due))
 
 
 @contextmanager
 def every_call(chunks: Sequence[torch.nn.Module]) -> Iterator[Every]:
     """In the block, compare each call of the attention layers."""
     every = Every()
-    with ExitStack() as back:
-        for mixer, layers in _by_mixer(chunks).items():
-            for hook in _Watch(mixer.kind, every).follow(layers):
-                back.callback(hook.remove)
+    hooks = _follow(chunks, lambda: every)
+    try:
         yield every
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def _by_mixer(chunks: Sequence[torch.nn.Module]) -> dict[Mixer, list[Any]]:
-    found: dict[Mixer, list[Any]] = {}
+def _follow(chunks: Sequence[torch.nn.Module], drawn: Callable[[], Drawn]) -> list[Any]:
+    """Attach the check to the attention layers, those of each kind together; return the hooks."""
+    by_mixer: dict[Mixer, list[Any]] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
-        mixer = table.computed_in(module)
-        if mixer is not None:
-            found.setdefault(mixer, []).append(module)
-    return found
+        if (mixer := table.computed_in(module)) is not None:
+            by_mixer.setdefault(mixer, []).append(module)
+    hooks = []
+    for mixer, layers in by_mixer.items():
+        one = _Watch(mixer.kind, drawn(), layers)
+        hooks += [layer.register_forward_pre_hook(one.enter) for layer in layers]
+        hooks += [layer.register_forward_hook(one.leave, with_kwargs=True) for layer in layers]
+    return hooks
 
 
 class _Watch:
     """Check the identities, and some rows, of the drawn calls among the layers of a kind."""
 
-    def __init__(self, kind: str | None, drawn: Drawn) -> None:
-        self._kind, self._drawn = kind, drawn
-        self._inside: Inside | None = None
+    def __init__(self, kind: str | None, drawn: Drawn, layers: Sequence[Any]) -> None:
+        self._kind, self._drawn, self._layers = kind, drawn, layers
+        self._inside: Inside | None = None  # of the drawn call of a layer, as long as it lasts
 
-    def follow(self, layers: Sequence[Any]) -> list[Any]:
-        """Attach to these layers; return the hooks."""
-        self._layers = layers
-        before = [layer.register_forward_pre_hook(self._enter) for layer in layers]
-        return before + [layer.register_forward_hook(self._leave, with_kwargs=True) for layer in layers]
-
-    def _enter(self, module: Any, _: Any) -> None:
+    def enter(self, module: Any, _: Any) -> None:
         able = (layer for layer in self._layers if not modelopt.quantizes(layer))
-        if self._drawn.begin(module.training, able) and self._drawn.is_next(module) and self._kind != "softmax":
+        if self._drawn.take(module.training, module, able):
             self._inside = Inside()
 
-    def _leave(self, module: Any, args: Any, named: dict[str, Any], out: Tensor) -> None:
+    def leave(self, module: Any, args: Any, named: dict[str, Any], out: Tensor) -> None:
         inside, self._inside = self._inside, None
-        if inside is not None:
-            inside.close()
-        if not self._drawn.take(module):
+        if inside is None:
             return
+        inside.close()
         if self._kind == "softmax":
             self._softmax(module, CALL.bind(module, *args, **named).arguments, out)
-        elif inside is not None and inside.call is not None:
+        elif inside.call is not None:
             self._linear(module, inside, inside.call)
 
     def _softmax(self, module: CoreAttention, call: Mapping[str, Any], out: Tensor) -> None:
@@ -149,7 +154,9 @@ class _Watch:
             return Softmax(rows.q, keys, values, hidden, scores, sink=sink, rounding=rows.rounding)
 
         rows.check(q, out, exact)
-        if isinstance(self._drawn, Every) and self._drawn.reads(module):
+        reading = (module.window, module.attn_mask_type, module.softmax_scale)
+        if isinstance(self._drawn, Every) and reading not in self._drawn.readings:
+            self._drawn.readings.add(reading)
             self._drawn.problems += read_otherwise(module, q.device)
 
     def _linear(self, module: Any, inside: Inside, call: Any) -> None:
@@ -232,7 +239,6 @@ class Rows:
         self.at = torch.cat(everyone).to(q.device)
         self.q, self.got = self._head_rows(q), self._head_rows(out)
         self.local = [x[:, self.batch, kv_head].detach() for x in (k, v, *beside)]
-        self.dout: Tensor | None = None
 
     def check(self, q: Tensor, out: Tensor, exact: Callable[..., Softmax | Linear]) -> None:
         """Compare the output, and in the backward the gradient of q; collective over the group.
@@ -244,21 +250,18 @@ class Rows:
         Raises:
             AttentionError: on every rank, naming the wrong rows of each rank.
         """
-        self.exact = exact
         with self.place.booked():
             self._judge("out", self.got, exact(*self._gathered()).out())
-        if q.requires_grad and out.requires_grad:
-            out.register_hook(self._keep_gradient)
-            q.register_hook(self._check_gradient)
+        if not (q.requires_grad and out.requires_grad):
+            return
+        douts: list[Tensor] = []  # that of the output comes first
 
-    def _keep_gradient(self, dout: Tensor) -> None:
-        self.dout = self._head_rows(dout)
+        def check_gradient(dq: Tensor) -> None:
+            with self.place.booked():
+                self._judge("dq", self._head_rows(dq), exact(*self._gathered()).dq(douts[0]))
 
-    def _check_gradient(self, dq: Tensor) -> None:
-        assert self.dout is not None, "the gradient of queries before that of the output"
-        with self.place.booked():
-            self._judge("dq", self._head_rows(dq), self.exact(*self._gathered()).dq(self.dout))
-        self.local = []
+        out.register_hook(lambda dout: douts.append(self._head_rows(dout)))
+        q.register_hook(check_gradient)
 
     def _head_rows(self, x: Tensor) -> Tensor:
         """The head's rows ``[r, d]`` of a tensor whose heads may be joined."""
@@ -275,37 +278,25 @@ class Rows:
         rows = torch.where(verdict.wrong, self.at_rows, -1)
         mine = torch.cat((torch.stack((verdict.error, verdict.allowed)), rows.double()))
         if place.problems is not None:
-            if wrong := self._wrong(name, *mine.tolist()):
-                place.problems.append(f"layer {place.layer}, head {self._head}: {wrong}")
-            return
-        everyone = torch.stack(place.gather(mine)).tolist()
-        by_rank = {rank: self._wrong(name, *one) for rank, one in zip(place.ranks, everyone, strict=True)}
-        found = [f"rank {rank}: {wrong}" for rank, wrong in by_rank.items() if wrong]
-        if found:
-            raise AttentionError(self._message(found))
-
-    @staticmethod
-    def _wrong(name: str, error: float, allowed: float, *at: float) -> str:
-        """What is off, or nothing; at: wrong tokens, and -1 for each right one."""
-        wrong = sorted(int(token) for token in at if token >= 0)
-        tokens = ", ".join(map(str, wrong[:_ROWS])) + (", ..." if len(wrong) > _ROWS else "")
-        rows = f"{name} of {len(wrong)} of {len(at)} rows (tokens {tokens})"
-        return f"{rows} off by {error:.1e}, where rounding allows {allowed:.1e}" if wrong else ""
-
-    @property
-    def _head(self) -> int:
-        return self.place.tp_rank * self.shape[2] + self.head
-
-    def _message(self, found: Sequence[str]) -> str:
-        place, every = self.place, f" {runtime.settings().check_every or ''}".rstrip()
-        more = f" (and {len(found) - 4} more ranks)" if len(found) > 4 else ""
-        return (
-            f"--cp-check-every{every}: in step {place.step}, layer {place.layer}, head {self._head} "
-            f"of batch entry {self.batch}, the {place.cp.provider.name} attention on the {place.cp.layout.name} layout "
-            f"does not match its queries, keys and values. {'; '.join(found[:4])}{more}. A rank attended to data other "
-            "than what was sent: a device, a link or a buffer is at fault. Resume from an earlier checkpoint, and "
-            "watch whether the same rank fails again"
+            wrong = list(filter(None, [_describe(name, *mine.tolist())]))
+        else:
+            wrong = place.by_rank([_describe(name, *one) for one in torch.stack(place.gather(mine)).tolist()])
+        place.stop_if_any(
+            wrong,
+            f"head {place.tp_rank * self.shape[2] + self.head}",
+            f"of batch entry {self.batch} in {place.cp.provider.name} attention does not match its queries, keys and "
+            "values",
+            "A rank attended to data other than what was sent: a device, a link or a buffer is at fault. Watch whether "
+            "the same rank fails again",
         )
+
+
+def _describe(name: str, error: float, allowed: float, *at: float) -> str:
+    """Say what is off, or nothing; at: wrong tokens, and -1 for each right one."""
+    wrong = sorted(int(token) for token in at if token >= 0)
+    tokens = ", ".join(map(str, wrong[:_ROWS])) + (", ..." if len(wrong) > _ROWS else "")
+    rows = f"{name} of {len(wrong)} of {len(at)} rows (tokens {tokens})"
+    return f"{rows} off by {error:.1e}, where rounding allows {allowed:.1e}" if wrong else ""
 
 
 _LIMIT = {torch.float64: 1e-5, torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 3e-2}
@@ -359,20 +350,14 @@ def read_otherwise(module: CoreAttention, device: torch.device) -> list[str]:
         text = f"Megatron's own attention was not compared: {type(error).__name__}: {error}"
         runtime.print_notice(text)
         return [text] if runtime.settings().strict else []
-    want = _expected(module, q, k, v).flatten(2)
-    error = ((got.double() - want).norm() / want.norm()).item()
+    at, causal = torch.arange(_TOKENS, device=device), module.attn_mask_type == AttnMaskType.causal
+    want, *_ = oracle.softmax_reference(
+        *(q, k, v, torch.zeros_like(q)),
+        lambda rows: not_seen(at[rows], at, causal, module.window),
+        scale=module.softmax_scale,
+        softcap=module.softcap,
+        sink=module.softmax_offset,
+    )
+    error = ((got.double() - want.flatten(2)).norm() / want.norm()).item()
     found = f"the plugin reads the layer's configuration otherwise than Megatron's own attention: off by {error:.1e}"
     return [] if error <= _LIMIT[dtype] else [f"{found} on one rank (relative; allowed {_LIMIT[dtype]:.0e})"]
-
-
-def _expected(module: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The oracle's output for this layer, in float64."""
-    at, causal = torch.arange(len(q), device=q.device), module.attn_mask_type == AttnMaskType.causal
-
-    def hidden(rows: slice) -> Tensor:
-        return oracle.not_seen(at[rows], at, causal, module.window)
-
-    x = q, k, v, torch.zeros_like(q)
-    return oracle.softmax_reference(
-        *x, hidden, scale=module.softmax_scale, softcap=module.softcap, sink=module.softmax_offset
-    )[0]

@@ -5,21 +5,21 @@
     between   a rotation by the angles of these tokens' positions, in float64
 
 Angles are position times frequency, with frequencies copied before training: independent of the model's table, of its
-slice on this rank, and of what slices it. Layers that rotate in another form are named once, and not compared; so is a
-kind of layer that agrees on no rank in its first check.
+slice on this rank, and of what slices it. A kind of layer that rotates in another form, or agrees on no rank in its
+first check, is named once, and not compared.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer import multi_latent_attention as latent
 from torch import Tensor
@@ -30,7 +30,7 @@ from cp_plugin.megatron.micro_batch import MicroBatch
 from cp_plugin.megatron.mixers import modelopt
 from cp_plugin.megatron.mixers.core_attention import AnyCoreAttention
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.selfcheck.checked_call import CALL, AttentionError, Drawn, Steps
+from cp_plugin.megatron.selfcheck.checked_call import CALL, Drawn
 
 _ROWS = 8
 _ROTATES = "apply_rotary_pos_emb"
@@ -68,38 +68,33 @@ class Angles:
         return torch.cat((found, rest), -1), torch.cat((allowed, torch.zeros_like(rest)), -1)
 
 
-def angles_of(layer: Any, rotary: Any) -> Angles | str:
-    """The rotation of an attention layer; or why it is not compared.
+def angles_of(layer: Any, rotary: Any) -> Angles | None:
+    """The rotation of an attention layer; None: of a form that is not compared, such as multimodal positions.
 
     rotary: Megatron's embedding for this layer.
     """
-    if isinstance(rotary, MultimodalRotaryEmbedding):
-        return "multimodal positions, several for each token"
-    config = layer.config
-    shared: dict[str, Any] = {
-        "interleaved": config.rotary_interleaved,
-        "regrouped": isinstance(layer, latent.MultiLatentAttention),
-    }
+    latents = isinstance(layer, latent.MultiLatentAttention)
+    shared: dict[str, Any] = {"interleaved": layer.config.rotary_interleaved, "regrouped": latents}
     if type(rotary) is YarnRotaryEmbedding:
         table, scale = rotary.get_emb(2)
         frequencies = table[1].flatten()[: table.size(-1) // 2].float().clone()
-        if not shared["regrouped"]:
-            scale = getattr(layer, "_yarn_concentration_factor", scale)
+        scale = scale if latents else getattr(layer, "_yarn_concentration_factor", scale)
         return Angles(frequencies=frequencies, scale=scale, **shared)
     if type(rotary) is not RotaryEmbedding:
-        return f"angles by {type(rotary).__name__}"
+        return None
     factor = rotary.seq_len_interpolation_factor
     return Angles(frequencies=rotary.inv_freq.clone(), step=1.0 if factor is None else 1 / factor, **shared)
 
 
-def watch(chunks: Sequence[torch.nn.Module], steps: Steps) -> None:
+def watch(chunks: Sequence[torch.nn.Module], due: Callable[[], int]) -> None:
     """Attach the check to the attention layers that rotate."""
-    layers = {layer: angles for chunk in chunks for layer, angles in _rotating(chunk)}
+    layers = {layer: angles_of(layer, rotary) for chunk in chunks for layer, rotary in _rotating(chunk)}
     if layers:
-        _Watch(layers, steps)
+        _Watch(layers, due)
 
 
-def _rotating(chunk: torch.nn.Module) -> Iterator[tuple[Any, Angles | str]]:
+def _rotating(chunk: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Attention layers, each with its embedding."""
     rotary = next((x for m in chunk.modules() if (x := getattr(m, "rotary_pos_emb", None)) is not None), None)
     for layer in chunk.modules():
         core = getattr(layer, "core_attention", None)
@@ -108,29 +103,27 @@ def _rotating(chunk: torch.nn.Module) -> Iterator[tuple[Any, Angles | str]]:
         own = getattr(layer, "rotary_pos_emb", None) or rotary
         without = getattr(layer.config, "no_rope_freq", None)
         if own is not None and not (without and without[layer.layer_number - 1]):
-            yield layer, angles_of(layer, own)
+            yield layer, own
 
 
 class _Watch:
     """Draw one layer's call of a step, and compare its rotation."""
 
-    def __init__(self, layers: dict[Any, Angles | str], steps: Steps) -> None:
-        self._layers, self._drawn = layers, Drawn(steps, " rotation")
+    def __init__(self, layers: dict[Any, Angles | None], due: Callable[[], int]) -> None:
+        self._layers, self._drawn = layers, Drawn(due, " rotation")
         self._call: _Call | None = None
         self._armed: set[type] = set()
         for layer in layers:
-            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+            layer.register_forward_pre_hook(self._enter)
             layer.core_attention.register_forward_pre_hook(self._attends, with_kwargs=True)
 
-    def _enter(self, layer: Any, _: Any, named: dict[str, Any]) -> None:
-        drawn = self._drawn
-        if not drawn.begin(layer.training, self._layers) or layer is not drawn.layer or not drawn.is_due():
+    def _enter(self, layer: Any, _: Any) -> None:
+        if not self._drawn.take(layer.training, layer, self._layers):
             return
-        angles = self._layers[layer]
-        if isinstance(angles, str):
-            self._leave_out(layer, angles)
+        if (angles := self._layers[layer]) is None:
+            self._leave_out(layer)
         else:
-            self._call = _Call(layer, angles, drawn.draw)
+            self._call = _Call(layer, angles, self._drawn.draw)
 
     def _attends(self, core: AnyCoreAttention, args: Any, named: dict[str, Any]) -> None:
         call = self._call
@@ -139,45 +132,39 @@ class _Watch:
         self._call = None
         call.close()
         given = CALL.bind(core, *args, **named).arguments
-        q, packed = given["query"], given.get("packed_seq_params")
+        q, k, packed = given["query"], given["key"], given.get("packed_seq_params")
+        if not call.fits(q, k):
+            self._leave_out(call.layer)
+            return
         batch = core.micro_batch(packed, q.size(0))
         place = self._drawn.place(batch.cp, core.cp_group, core)
-        if len(call.rows) != 2:
-            self._leave_out(call.layer, "a rotation fused with the projections")
-            return
-        if not all(call.fits(x, before) for x, before in zip((q, given["key"]), call.rows, strict=True)):
-            self._leave_out(call.layer, "another number of heads than attention")
-            return
         with place.booked():
-            wrong = call.wrong(batch, q, given["key"], packed)
-            everyone = gather_ranks(place.cp.mesh, wrong).tolist()
-        kind = type(call.layer)
-        if kind not in self._armed and all(rows for rows, *_ in everyone):
-            self._leave_out(call.layer, "a rotation of another form")
+            everyone = gather_ranks(place.cp.mesh, call.wrong(batch, q, k, packed)).tolist()
+        if type(call.layer) not in self._armed and all(rows for rows, *_ in everyone):
+            self._leave_out(call.layer)
             return
-        self._armed.add(kind)
-        found = []
-        for rank, (rows, token, error, allowed) in zip(place.ranks, everyone, strict=True):
-            if rows:
-                found.append(
-                    f"rank {rank}: {rows:.0f} of {2 * len(call.at)} rows of q or k, such as token {token:.0f}, off by "
-                    f"{error:.1e}, where rounding allows {allowed:.1e}"
-                )
-        if found:
-            raise AttentionError(
-                f"--cp-check-every: in step {place.step}, layer {place.layer}, queries or keys are not rotated by "
-                f"their positions on the {place.cp.layout.name} layout. {'; '.join(found)}. A table of angles was "
-                "overwritten or sliced for another rank, or the rank has its tokens in another order. Resume from an "
-                "earlier checkpoint; --cp-check-every 0 checks nothing"
-            )
+        self._armed.add(type(call.layer))
+        texts = [
+            f"{rows:.0f} of {2 * len(call.at)} rows of q or k, such as token {token:.0f}, off by {error:.1e}, where "
+            f"rounding allows {allowed:.1e}"
+            if rows
+            else ""
+            for rows, token, error, allowed in everyone
+        ]
+        place.stop_if_any(
+            place.by_rank(texts),
+            "queries or keys",
+            "are not rotated by their positions",
+            "A table of angles was overwritten or sliced for another rank, or the rank has its tokens in another order",
+        )
 
-    def _leave_out(self, layer: Any, why: str) -> None:
+    def _leave_out(self, layer: Any) -> None:
         """Stop comparing layers of this kind, and say so once."""
         kind = type(layer)
         self._layers = {other: x for other, x in self._layers.items() if type(other) is not kind}
-        if not self._layers:
-            self._drawn.steps = Steps(1, lambda: -1)
-        runtime.print_notice(f"--cp-check-every does not compare RoPE of {kind.__name__}: {why}")
+        runtime.print_notice(
+            f"--cp-check-every does not compare RoPE of {kind.__name__}: its angles or its rotation have another form"
+        )
 
 
 class _Call:
@@ -204,11 +191,17 @@ class _Call:
             self.at = random.Random(f"{self._seed} {rank}").sample(range(x.size(0)), min(_ROWS, x.size(0)))
         self.rows.append(_rows(x, self.at).clone())
 
-    def fits(self, x: Tensor, before: Tensor) -> bool:
-        """Whether attention has these rows: MLA rotates one key for all heads, and a part of each."""
-        after = _rows(x, self.at)
-        same = after.shape[:2] == before.shape[:2] and before.size(2) in (1, after.size(2))
-        return same and (self.angles.regrouped or before.size(3) == after.size(3))
+    def fits(self, q: Tensor, k: Tensor) -> bool:
+        """Whether attention has the rows that were rotated: MLA rotates one key for all heads, and a part of each."""
+        if len(self.rows) != 2:  # a rotation fused with the projections
+            return False
+        pairs = [(before, _rows(x, self.at)) for before, x in zip(self.rows, (q, k), strict=True)]
+        return all(
+            after.shape[:2] == before.shape[:2]
+            and before.size(2) in (1, after.size(2))
+            and (self.angles.regrouped or before.size(3) == after.size(3))
+            for before, after in pairs
+        )
 
     def wrong(self, batch: MicroBatch, q: Tensor, k: Tensor, packed: Any) -> Tensor:
         """Number of wrong rows, then one wrong token, its error and limit: float64 ``[4]``."""
@@ -223,16 +216,14 @@ class _Call:
         found = torch.zeros(4, dtype=torch.float64, device=q.device)
         for before, x in zip(self.rows, (q, k), strict=True):
             after = _rows(x, self.at)[..., -before.size(-1) :].double()
-            want, allowed = self.angles.rotated(before, positions)
-            beyond = (after - want).abs() - allowed  # NaN, which is not beyond, is for the loss scaling
-            worst = beyond.flatten(1).max(1)
-            wrong = (beyond > 0).flatten(1).any(1) & compared
-            row = worst.values.where(wrong, -torch.inf).argmax()
-            error = (after - want).abs().flatten(1)[row, worst.indices[row]]
-            limit = allowed.expand_as(after).flatten(1)[row, worst.indices[row]]
-            one = torch.stack((tokens_here[row].double(), error, limit))
-            found[1:] = torch.where((wrong.any() & (found[0] == 0)), one, found[1:])
-            found[0] += wrong.sum()
+            want, limit = self.angles.rotated(before, positions)
+            error, limit = ((after - want).abs().flatten(1), limit.expand_as(after).flatten(1))
+            beyond = (error - limit).nan_to_num(nan=-1.0).where(compared[:, None], -1.0)  # NaN is for the loss scaling
+            worst = torch.unravel_index(beyond.argmax(), beyond.shape)
+            one = torch.stack((tokens_here[worst[0]].double(), error[worst], limit[worst]))
+            wrong = (beyond > 0).any(1).sum()
+            found[1:] = torch.where((wrong > 0) & (found[0] == 0), one, found[1:])
+            found[0] += wrong
         return found
 
 

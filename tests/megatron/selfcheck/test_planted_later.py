@@ -53,11 +53,12 @@ def of_delta_net(at: str, do: str, found: str, layout: str = "zigzag") -> Later:
     return in_step_3(at, do, found)._replace(model=f"{DELTA} {layout}")
 
 
-ROWS = r"--cp-check-every 1: in step 3, layer 1, .*\. rank 1: out of [1-8] of 8 rows"
-SUMS = r"--cp-check-every: in step 3, layer 1, the gradients of ring attention .*sum\(%s\) ="
-SLICES = r"--cp-check-every: in step 3, on the \w+ layout, .*%s are not those of the slice on rank 1\."
-TURNED = r"--cp-check-every: in step 3, layer 1, queries or keys are not rotated by .*layout\. rank 1: "
-HALO = r"--cp-check-every: in step 3, layer 1, .* halo of the short convolution's %s is not what was sent \(rank 1 from"
+STEP_3 = "--cp-check-every 1: in step 3, "
+ROWS = rf"{STEP_3}layer 1, .*\. rank 1: out of [1-8] of 8 rows"
+SUMS = rf"{STEP_3}layer 1, .* gradients of ring attention .*sum\(%s\) ="
+SLICES = rf"{STEP_3}on the \w+ layout, .*%s are not those of the slice on rank 1\."
+TURNED = rf"{STEP_3}layer 1, .* queries or keys are not rotated by their positions\. rank 1: "
+HALO = rf"{STEP_3}layer 1, .* halo of the short convolution's %s is not what was sent \(rank 1 from"
 LATER = {
     "labels of another token": in_step_3("batch", "roll:labels", SLICES % "labels"),
     "tokens of another place": in_step_3("batch", "roll:tokens", SLICES % "tokens"),
