@@ -49,19 +49,18 @@ def watch(named: Mapping[str, Any], chunks: Sequence[Any], optimizer: Any, rates
     before = _main_gradients(chunks)
     samples = named["num_microbatches"] * named["micro_batch_size"] * parallel_state.get_data_parallel_world_size()
 
-    def stepped() -> None:
-        after = _main_gradients(chunks)
-        stop_if_any(_multiples("gradients between the schedule and the optimizer", before, after, size))
+    def stepped(*_: Any, **__: Any) -> None:
+        stop_if_any(_multiples(before, _main_gradients(chunks), size))
         once(optimizer, "step", lambda *_, **__: stop_if_any(_unlike(chunks)))  # its forward has gathered all weights
 
-    def advanced(increment: int) -> None:
+    def advanced(increment: int = 0, *_: Any, **__: Any) -> None:
         if increment == samples * size:
             what = f"learning rates advance by {increment} samples instead of {samples}"
             stop_if_any([f"{what}, times the number of ranks"])
 
-    once(optimizer, "step", lambda *_, **__: stepped())
+    once(optimizer, "step", stepped)
     if rates is not None:
-        once(rates, "step", lambda *args, **given: advanced(*args[:1], **given))
+        once(rates, "step", advanced)
     STATE.losses = _expected(reports)
 
 
@@ -121,21 +120,20 @@ def _unlike(chunks: Sequence[Any]) -> list[str]:
         if not these or group.size() == 1:
             continue
         sums = torch.stack([torch.stack([p.sum(dtype=torch.float64), p.norm(dtype=torch.float64)]) for _, p in these])
-        least, most = sums.clone(), sums.clone()
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        most = torch.stack((sums, -sums))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        apart = ((most - least).amax(1) > _SAME * sums[:, 1]).tolist()
+        apart = (most.sum(0).amax(1) > _SAME * sums[:, 1]).tolist()
         found += [name for (name, _), wrong in zip(these, apart, strict=True) if wrong]
-    what = f"the first step left {found[0]} and {len(found) - 1} other weights" if found else ""
-    return [f"{what} different on ranks that hold the same"] if found else []
+    others = f"and {len(found) - 1} other weights different on ranks that hold the same"
+    return [f"the first step left {found[0]} {others}"] if found else []
 
 
 def _main_gradients(chunks: Sequence[Any]) -> Tensor:
     flat = [p.main_grad.flatten() for c in chunks for p in c.parameters() if getattr(p, "main_grad", None) is not None]
-    return projections(flat, flat[0].device) if flat else torch.zeros(0, 1)
+    return projections(flat)
 
 
-def _multiples(what: str, before: Tensor, after: Tensor, size: int) -> list[str]:
+def _multiples(before: Tensor, after: Tensor, size: int) -> list[str]:
     a, b = before[:, :-1], after[:, :-1]
     if not len(a) or torch.equal(a, b):
         return []
@@ -144,8 +142,8 @@ def _multiples(what: str, before: Tensor, after: Tensor, size: int) -> list[str]
         multiples = changed & ((b - factor * a).norm(dim=1) <= _WITHIN * b.norm(dim=1))
         if multiples.any():
             return [
-                f"{what} are multiplied by {factor:.4g}, as many as there are context-parallel ranks, in "
-                f"{int(multiples.sum())} of {len(a)} parameters"
+                f"gradients between the schedule and the optimizer are multiplied by {factor:.4g}, as many as there "
+                f"are context-parallel ranks, in {int(multiples.sum())} of {len(a)} parameters"
             ]
     return []
 

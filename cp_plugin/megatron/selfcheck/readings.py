@@ -7,9 +7,8 @@ the product of their difference: none is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import isclose
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,7 @@ _GROWTH = 10.0
 _ONE_GROUP = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """What a step gives."""
 
     gradients: Tensor  # float64 [parameters, projections + 1], on the CPU; the last column has squared norms
@@ -34,84 +32,81 @@ class Result:
     """Logged losses, and the norm of all gradients."""
 
 
-def differences(
-    many: Result, alone: Result, moved: Sequence[Result], names: Sequence[str], floor: float, size: int
-) -> list[str]:
-    """What differs between a step on many ranks and on one, beyond rounding.
+class Reference:
+    """A step on one rank, and what rounding errors change of it."""
 
-    Args:
-        moved: steps on one rank, each with a rounding error of its embeddings.
-        names: of the gradients.
-        floor: smallest limit, relative to a gradient's norm.
-        size: how many ranks these many are.
-    """
-    found = []
-    if len(names):
-        norms = _norms(alone)
-        apart, change = _apart(many, alone) / norms, _growth(moved, alone)
-        limits = (_GROWTH * change.clamp(min=float(change.median()))).clamp(min=floor)
-        wrong = ~(apart <= limits)
-        if wrong.any():
-            first = int(wrong.nonzero()[0])
+    def __init__(self, alone: Result) -> None:
+        self.alone = alone
+        self.moved: list[Result] = []
+        """The step again, each with a rounding error of its embeddings."""
+
+    def apart(self, other: Result) -> Tensor:
+        """Return how far each gradient is from that of another step, relative to its norm."""
+        norms = self.alone.gradients[:, -1].sqrt().clamp(min=1e-30)
+        return (other.gradients - self.alone.gradients)[:, :-1].square().mean(1).sqrt() / norms
+
+    @property
+    def growth(self) -> Tensor:
+        """Return what rounding errors change of each gradient, relative to its norm."""
+        return torch.stack([self.apart(one) for one in self.moved]).amax(0)
+
+    def typical_growth(self) -> float:
+        """Return what they change of half of the gradients."""
+        return float(self.growth.median()) if len(self.growth) else 0.0
+
+    def largest(self, many: Result) -> float:
+        """Return the largest difference of a gradient that is more than a sum of rounding errors."""
+        apart = self.apart(many)[self.growth < 1]
+        return float(apart.max()) if len(apart) else 0.0
+
+    def differences(self, many: Result, names: Sequence[str], floor: float) -> list[str]:
+        """Return what differs in a step on many ranks, beyond rounding.
+
+        Args:
+            names: of the gradients.
+            floor: smallest limit, relative to a gradient's norm.
+        """
+        found = []
+        apart, growth = self.apart(many), self.growth
+        limits = (_GROWTH * growth.clamp(min=self.typical_growth())).clamp(min=floor)
+        wrong = (~(apart <= limits)).nonzero().flatten().tolist()
+        if wrong:
+            first, limit = wrong[0], float(limits[wrong[0]])
             found.append(
-                f"the gradient of {names[first]} by {float(apart[first]):.1e} of its norm (allowed "
-                f"{float(limits[first]):.0e}{_factor(many, alone, first, float(limits[first]), size)}), the first of "
-                f"{int(wrong.sum())} of {len(names)} that differ"
+                f"the gradient of {names[first]} by {float(apart[first]):.1e} of its norm (allowed {limit:.0e}"
+                f"{self._factor(many, first, limit)}), the first of {len(wrong)} of {len(names)} that differ"
             )
-    for key in many.values.keys() & alone.values.keys():
-        a, b = many.values[key], alone.values[key]
-        if not abs(a - b) <= max(floor * abs(b), *(_GROWTH * abs(one.values[key] - b) for one in moved)):
-            found.append(f"{key}: {a:.6g} instead of {b:.6g}")
-    return found
+        for key in many.values.keys() & self.alone.values.keys():
+            a, b = many.values[key], self.alone.values[key]
+            if not abs(a - b) <= max(floor * abs(b), *(_GROWTH * abs(one.values[key] - b) for one in self.moved)):
+                found.append(f"{key}: {a:.6g} instead of {b:.6g}")
+        return found
+
+    def _factor(self, many: Result, place: int, limit: float) -> str:
+        """Name the factor, if one gradient is a multiple of the other."""
+        a, b = (x.gradients[place, :-1] for x in (many, self.alone))
+        ratio = float(a @ b / (b @ b).clamp(min=1e-300))
+        multiple = float((a - ratio * b).norm()) <= 10 * limit * float(a.norm())
+        return f"; it is {ratio:.4g} times that of one rank" if multiple else ""
 
 
-def _factor(many: Result, alone: Result, place: int, limit: float, size: int) -> str:
-    """If one gradient is a multiple of the other, which."""
-    a, b = (x.gradients[place, :-1] for x in (many, alone))
-    ratio = float(a @ b / (b @ b).clamp(min=1e-300))
-    if not float((a - ratio * b).norm()) <= 10 * limit * float(a.norm()):
-        return ""
-    named = {float(size): "the number of context-parallel ranks", 1 / size: "1 over the number of these ranks"}
-    nearest = min(named, key=lambda factor: abs(ratio / factor - 1))
-    what = f", {named[nearest]}" if abs(ratio / nearest - 1) < min(10 * limit, 0.1) else ""
-    return f"; it is {ratio:.4g} times that of one rank{what}"
-
-
-def largest(many: Result, alone: Result, moved: Sequence[Result]) -> float:
-    """Return the largest difference of a gradient that is more than a sum of rounding errors, relative to its norm."""
-    apart = (_apart(many, alone) / _norms(alone))[_growth(moved, alone) < 1]
-    return float(apart.max()) if len(apart) else 0.0
-
-
-def growth(moved: Sequence[Result], alone: Result) -> float:
-    """Return what rounding errors change of a gradient, relative to its norm: the median of all."""
-    return float(_growth(moved, alone).median()) if len(alone.gradients) else 0.0
-
-
-def _growth(moved: Sequence[Result], alone: Result) -> Tensor:
-    return torch.stack([_apart(one, alone) / _norms(alone) for one in moved]).amax(0)
-
-
-def _apart(a: Result, b: Result) -> Tensor:
-    return (a.gradients[:, :-1] - b.gradients[:, :-1]).square().mean(1).sqrt()
-
-
-def _norms(x: Result) -> Tensor:
-    return x.gradients[:, -1].sqrt().clamp(min=1e-30)
+def scramble(numbers: Tensor, salt: int) -> Tensor:
+    """Return a pseudo-random number by number: int64 of any shape."""
+    bits = (numbers + 1 + salt * 0x632BE59B) * 0x1E3779B97F4A7C15
+    return (bits ^ (bits >> 31)) * 0x3F58476D1CE4E5B9
 
 
 def signs(numbers: Tensor, salt: int) -> Tensor:
     """1 or -1 by number: int64 of any shape -> float32."""
-    bits = (numbers + 1 + salt * 0x632BE59B) * 0x1E3779B97F4A7C15
-    bits = (bits ^ (bits >> 31)) * 0x3F58476D1CE4E5B9
-    return ((bits >> 40) & 1).float().mul_(2).sub_(1)
+    return ((scramble(numbers, salt) >> 40) & 1).float().mul_(2).sub_(1)
 
 
-def projections(flat: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Products of each gradient with random signs, and its squared norm.
+def projections(flat: Sequence[Tensor | None]) -> Tensor:
+    """Products of each gradient with random signs, and its squared norm: on the CPU.
 
     The signs are drawn once: each part of a gradient is multiplied by a window of them at another place.
     """
+    device = next((g.device for g in flat if g is not None), torch.device("cpu"))
     rows = torch.zeros(len(flat), _PROJECTIONS + 1, dtype=torch.float64, device=device)
     chunk = min(_CHUNK, max((g.numel() for g in flat if g is not None), default=0))
     numbers = torch.arange(2 * chunk, device=device)
@@ -192,9 +187,7 @@ def logged_losses(reports: Any) -> dict[str, float]:
     return found
 
 
-def reduced_ones(
-    chunks: Sequence[Any], optimizer: Any, finalize: Callable[[], Any], clear: Callable[[], None], scale: float
-) -> list[str]:
+def reduced_ones(chunks: Sequence[Any], optimizer: Any, finalize: Callable[[], Any], scale: float) -> list[str]:
     """Return what is wrong with the scale of reduced gradients: where all ranks' are x, for one token, so are they.
 
     Steps over equal copies cannot tell, since the same code reduces both. An expert's gradient is the sum over the
@@ -202,8 +195,7 @@ def reduced_ones(
     these, as of norms and tied embeddings, is not taken for a multiple.
 
     Args:
-        finalize: Megatron's, as the schedule calls it, with one token on each rank.
-        clear: sets gradients to zero.
+        finalize: Megatron's, as the schedule calls it, with one token on each rank; gradients are zero before.
         scale: of losses.
     """
     named = [pair for chunk in chunks for pair in named_parameters(chunks, chunk) if pair[1].requires_grad]
@@ -213,7 +205,6 @@ def reduced_ones(
     place += tensor.size() * parallel_state.get_pipeline_model_parallel_rank()
     device = named[0][1].device if named else torch.device("cpu")
     x = torch.tensor(1 + 0.7549 * (1 + place) % 1, dtype=torch.float64, device=device)
-    clear()
     for _, p in named:
         p.main_grad.fill_(scale * float(x))
     for chunk in chunks:
@@ -221,20 +212,19 @@ def reduced_ones(
             chunk.start_grad_sync()
     finalize()
     optimizer.prepare_grads()
-    everyone = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     embedding = parallel_state.get_embedding_group(check_initialized=False)
+    everyone = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     of_expert = _sum(x, parallel_state.get_expert_data_parallel_group()) / everyone
-    right = {True: [of_expert, _sum(of_expert, tensor)]}
-    right[False] = [x, _sum(x, tensor), _sum(x, tensor) / tensor.size()]
-    right[False] += [_sum(one, embedding) for one in right[False]]
+    dense = [x, _sum(x, tensor), _sum(x, tensor) / tensor.size()]
+    right = {True: [of_expert, _sum(of_expert, tensor)], False: dense + [_sum(one, embedding) for one in dense]}
     experts = {name for name, p in named if not getattr(p, "allreduce", True)}
     wrong = []
     for name, g in zip(parameter_names(chunks, optimizer), gradients(optimizer), strict=True):
         if g is not None and g.numel():
+            least, most = (float(one) for one in g.aminmax())
             allowed = [float(one) for one in right[name in experts]]
-            found = [float(one) for one in g.aminmax()]
-            if not any(all(abs(one / want - 1) < 1e-2 for one in found) for want in allowed):
-                wrong.append(f"the gradient of {name} by {found[0] / allowed[0]:.4g}")
+            if not any(isclose(least, one, rel_tol=1e-2) and isclose(most, one, rel_tol=1e-2) for one in allowed):
+                wrong.append(f"the gradient of {name} by {least / allowed[0]:.4g}")
     found = [f"reduction over ranks scales {wrong[0]}, and {len(wrong) - 1} others"] if wrong else []
     return found + _norm_of_others(optimizer, device)
 

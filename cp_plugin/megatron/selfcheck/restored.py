@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import rerun_state_machine
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.training import global_vars
 from torch import Tensor
 
 from cp_plugin.megatron.patches import patching
@@ -64,8 +65,8 @@ def restored(chunks: Sequence[torch.nn.Module], objects: Iterable[Any] = ()) -> 
             for value in list(vars(module).values()):
                 if isinstance(value, type) and isinstance(kept := vars(value).get("tracker"), dict):
                     back.callback(_put_back, {"tracker": kept}, _plain({"tracker": kept}))
-        machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
-        for names in namespaces([*chunks, *_timers(), machine, *objects]):
+        machine, timers = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE, global_vars._GLOBAL_TIMERS
+        for names in namespaces([*chunks, timers, *getattr(timers, "_timers", {}).values(), machine, *objects]):
             back.callback(_put_back, names, _plain(names))
             back.callback(_forget_new, names, set(names))
             for value in list(names.values()):
@@ -178,23 +179,14 @@ def _closure(function: FunctionType) -> _Names:
     )
 
 
-def _timers() -> list[Any]:
-    from megatron.training import global_vars
-
-    timers = global_vars._GLOBAL_TIMERS
-    return [] if timers is None else [timers, *getattr(timers, "_timers", {}).values()]
-
-
 def _state_of(x: Any) -> tuple[Callable[..., Any], Any] | None:
     """What puts a generator of random numbers back, and with what; None: of another kind."""
-    if isinstance(x, torch.Generator):
+    if isinstance(x, torch.Generator | numpy.random.RandomState):
         return x.set_state, x.get_state()
     if isinstance(x, random.Random):
         return x.setstate, x.getstate()
     if isinstance(x, numpy.random.Generator):
         return partial(setattr, x.bit_generator, "state"), x.bit_generator.state
-    if isinstance(x, numpy.random.RandomState):
-        return x.set_state, x.get_state()
     return None
 
 

@@ -21,8 +21,9 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from cp_plugin.engine.comm.every_rank import gather_objects
+from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.mixers import fp8_scaling, gated_delta_net
 from cp_plugin.megatron.mixers.core_attention import CoreAttention
@@ -41,7 +43,7 @@ from cp_plugin.megatron.patches import padding, patching, rope
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.selfcheck import first_step, readings, recheck, tiny_batch
 from cp_plugin.megatron.selfcheck.first_step import StepError, layout_of_run
-from cp_plugin.megatron.selfcheck.one_rank import Choices, OneRank
+from cp_plugin.megatron.selfcheck.one_rank import OneRank
 from cp_plugin.megatron.selfcheck.restored import restored
 from cp_plugin.megatron.state import STATE, Model
 
@@ -149,12 +151,16 @@ class _Step:
         self.args, self.size, self.config = global_vars._GLOBAL_ARGS, _size(), patching.inner_model(chunks[0]).config
         if getattr(self.config, "moe_flex_dispatcher_backend", None) == "hybridep":
             raise RuntimeError("HybridEP sizes its buffer by the first batch, which would be a tiny one")
-        parameter = next(p for chunk in chunks for p in chunk.parameters())
-        self.device, self.dtype = parameter.device, self.config.params_dtype
-        self.finalized: Any = None
+        cuda = next(p for chunk in chunks for p in chunk.parameters()).is_cuda
+        self.dtype = self.config.params_dtype
+        self.floor = max(_FLOOR.get(self.dtype, _FLOOR[torch.bfloat16]), _TF32 * cuda)
+        self.finalized: Callable[[], Any] | None = None
         self.script = named["forward_step_func"]
-        layout = layout_of_run()
-        self.padded = tiny_batch.tokens_for(layout, self.size, cuda=self.device.type == "cuda")
+        self.scalers = [
+            one for o in readings.optimizers(optimizer) if (one := getattr(o, "grad_scaler", None)) is not None
+        ]
+        layout, self.between = layout_of_run(), layout_of_run(between=True)
+        self.padded = tiny_batch.tokens_for(layout, self.size, cuda=cuda)
         self.tokens = self.padded - (0 if STATE.model is None else STATE.model.padding % layout.divisor(self.size))
         self.lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
 
@@ -162,24 +168,18 @@ class _Step:
         """Differences on this rank, and a line on what was compared."""
         one = OneRank()
         roots = [*self.chunks, *(self.named.get(name) for name in ("pg_collection", "p2p_communicator")), self.script]
-        floor = _FLOOR.get(self.dtype, _FLOOR[torch.bfloat16])
-        if self.device.type == "cuda":
-            floor = max(floor, _TF32)
-        scalers = [s for o in readings.optimizers(self.optimizer) if (s := getattr(o, "grad_scaler", None)) is not None]
         with ExitStack() as back:
             if runtime.settings().active:
                 back.callback(runtime.context_parallel().mesh.ledger.reset)
             back.callback(self._clear)
-            back.enter_context(restored(self.chunks, [self.script, *scalers]))
-            back.enter_context(self._lent(scalers))
-            sizes = self.padded, self.tokens, self.named["micro_batch_size"]
-            choices = Choices(self.config, layout_of_run(between=True), *sizes)
+            back.enter_context(restored(self.chunks, [self.script, *self.scalers]))
+            back.enter_context(self._lent())
             found: list[str] = []
-            if self._uses_fp8():
+            if any(runtime.context_parallel(kind=kind).options.fp8 is not None for kind in runtime.settings().kinds):
                 with runtime.without_fp8(), recheck.every_call(self.chunks) as calls:
                     self._run()
                 found += calls.found
-            with choices.recorded(), recheck.every_call(self.chunks) as calls:
+            with recheck.every_call(self.chunks) as calls:
                 many = self._run()
             found += calls.found
             attention = f"{calls.calls} calls of attention are right within rounding"
@@ -188,73 +188,84 @@ class _Step:
             names = readings.parameter_names(self.chunks, self.optimizer)
             before = one.used()
             with one.alone(roots, self.args), patching.lent(STATE, model=self._model(0)):  # as without padding
-                with choices.replayed():
-                    alone = self._run()
-                moved: list[readings.Result] = []
-                for salt in range(1, 1 + _OPINIONS):  # near a tie of experts, not each rounding error turns it
-                    with choices.replayed():
-                        moved.append(self._run(salt))
-                    change = readings.growth(moved, alone)
+                alone = readings.Reference(self._run())
+                for salt in range(1, 1 + _OPINIONS):  # near a tie, not each rounding error turns it
+                    alone.moved.append(self._run(salt))
+                    change = alone.typical_growth()
                     changes = gather_objects(change)
-                    if any(one > min(_UNSTEADY, 500 * floor) for one in changes):
+                    if any(one > min(_UNSTEADY, 500 * self.floor) for one in changes):
                         raise RuntimeError(
                             "repeated, the step on one rank is another one: it draws random numbers of its own, or "
                             f"counts calls ({change:.1e} in half of the gradients here)"
                         )
-                    found = readings.differences(many, alone, moved, names, floor, self.size)
-                    if choices.apart > 5 * floor:
-                        found.append(f"routers choose other experts, whose scores differ by {choices.apart:.1e}")
+                    found = alone.differences(many, names, self.floor)
                     if not any(gather_objects(bool(found))):
                         break
             leaked, own = (after - earlier for after, earlier in zip(one.used(), before, strict=True))
-            found += self._reduced_ones(scalers)
+            if self.finalized is not None:
+                with restored(self.chunks):
+                    self._clear()
+                    scale = _SCALE if self.scalers else 1.0
+                    found += readings.reduced_ones(self.chunks, self.optimizer, self.finalized, scale)
         if any(gather_objects(leaked > 0 or bool(found and own))):
             raise RuntimeError(
                 f"the step on one rank still used groups of context-parallel ranks ({leaked + own} times), so it is no "
                 f"reference{''.join(f'; {text}' for text in found)}"
             )
-        worst = readings.largest(many, alone, moved)
         logged = [name for name in many.values if " of " not in name or "norm" in name]
         line = (
             f"a step of {self.tokens} tokens on {self.size} context-parallel ranks equals the step on one rank: "
-            f"{len(names)} gradients within {worst:.0e} of their norm, {', '.join(logged) or 'no losses here'}"
+            f"{len(names)} gradients within {alone.largest(many):.0e} of their norm, "
+            f"{', '.join(logged) or 'no losses here'}"
             f"{'' if any(one > 0 for one in changes) else '; what rounding changes was not measured'}; {attention}"
         )
         return found, line
 
-    def _uses_fp8(self) -> bool:
-        """Return True if attention of the run travels, or is computed, in FP8."""
-        return any(runtime.context_parallel(kind=kind).options.fp8 is not None for kind in runtime.settings().kinds)
-
     def _run(self, noise: int = 0) -> readings.Result:
-        with restored(self.chunks, [self.script]):
-            return self._run_once(noise)
-
-    def _run_once(self, noise: int) -> readings.Result:
-        self._clear()
-        rope.forget_cached_embeddings()
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        """Run the step on a tiny batch, in which embeddings are moved by a rounding error, if noise is not 0."""
         seed = 1000 * parallel_state.get_data_parallel_rank()
-        rows = self.named["micro_batch_size"]
-        sizes = self.tokens, self.named["seq_length"], rows, self._vocabulary(), seed
+        sizes = self.tokens, self.named["seq_length"], self.named["micro_batch_size"], self._vocabulary(), seed
         # Stock Megatron averages the means of ranks, which is one rank's where all have as many tokens.
         even = runtime.settings().of_stock and not self.config.calculate_per_token_loss
 
         def tiny(one: tiny_batch.Looked) -> Iterator[Any]:
             return tiny_batch.InPlace(one, tiny_batch.batches(one.first, *sizes, even=even))
 
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
         count = max(2, stages) if len(self.chunks) > 1 else 1 + (self.size <= 64)  # each rank computes whole sequences
-        iterators = tiny_batch.each(self.named["data_iterator"], tiny)
-        with tiny_batch.noisy(self.chunks, noise, torch.finfo(self.dtype).eps), self._finalizing():
-            reports = self.schedule(
-                **{**self.named, **self.lengths, "data_iterator": iterators, "num_microbatches": count}
-            )
-        self.optimizer.prepare_grads()
-        values = readings.logged_losses(reports)
-        if any(getattr(getattr(one, "config", None), "clip_grad", 0) for one in readings.optimizers(self.optimizer)):
-            values["the norm of gradients"] = float(self.optimizer.get_grad_norm())
-        values |= readings.saved_buffers(self.chunks)
-        return readings.Result(readings.projections(readings.gradients(self.optimizer), self.device), values)
+        changed = {
+            "data_iterator": tiny_batch.each(self.named["data_iterator"], tiny),
+            "num_microbatches": count,
+            **self.lengths,
+        }
+        with restored(self.chunks, [self.script]):
+            self._clear()
+            rope.forget_cached_embeddings()
+            with (
+                tiny_batch.noisy(self.chunks, noise, torch.finfo(self.dtype).eps),
+                self._finalizing(),
+                self._experts_fixed() as scores,
+            ):
+                reports = self.schedule(**{**self.named, **changed})
+            self.optimizer.prepare_grads()
+            values = readings.logged_losses(reports)
+            if any(getattr(getattr(o, "config", None), "clip_grad", 0) for o in readings.optimizers(self.optimizer)):
+                values["the norm of gradients"] = float(self.optimizer.get_grad_norm())
+            values |= readings.saved_buffers(self.chunks)
+            if scores:
+                total = torch.stack(scores).sum()
+                dist.all_reduce(total, group=parallel_state.get_tensor_and_context_parallel_group())
+                values["the scores of experts"] = float(total)
+            return readings.Result(readings.projections(readings.gradients(self.optimizer)), values)
+
+    def _experts_fixed(self) -> AbstractContextManager[list[Tensor]]:
+        """Fix experts, unless documents place tokens in each step, or Megatron divides packs of several rows."""
+        packs = runtime.packs() and self.named["micro_batch_size"] > 1
+        if not getattr(self.config, "num_moe_experts", None) or self.between.name == DOCUMENTS.name or packs:
+            return nullcontext([])
+        size, rank = _size(), parallel_state.get_context_parallel_rank()
+        here = self.between.positions(self.tokens if size == 1 else self.padded, size, rank)
+        return tiny_batch.fixed_experts(self.config, here, self.tokens)
 
     def _vocabulary(self) -> int:
         sizes = (getattr(patching.inner_model(chunk), "vocab_size", None) for chunk in self.chunks)
@@ -265,30 +276,21 @@ class _Step:
 
     @contextmanager
     def _finalizing(self) -> Iterator[None]:
-        """In the block, note how the schedule finalizes gradients."""
+        """In the block, note how the schedule finalizes gradients, with one token on each rank."""
         finalize = self.config.finalize_model_grads_func
         if finalize is None:
             yield
             return
 
         def noted(*args: Any, **named: Any) -> Any:
-            self.finalized = finalize, args, named
+            def one(given: Any) -> Any:  # the number of tokens is a tensor
+                return torch.ones_like(given) if isinstance(given, Tensor) else given
+
+            self.finalized = partial(finalize, *map(one, args), **{name: one(x) for name, x in named.items()})
             return finalize(*args, **named)
 
         with patching.lent(self.config, finalize_model_grads_func=noted):
             yield
-
-    def _reduced_ones(self, scalers: Sequence[Any]) -> list[str]:
-        if self.finalized is None:
-            return []
-        finalize, args, named = self.finalized
-        one = [torch.ones_like(x) if isinstance(x, Tensor) else x for x in args]  # the number of tokens is a tensor
-        named = {key: torch.ones_like(x) if isinstance(x, Tensor) else x for key, x in named.items()}
-        scale = _SCALE if scalers else 1.0
-        with restored(self.chunks):
-            return readings.reduced_ones(
-                self.chunks, self.optimizer, partial(finalize, *one, **named), self._clear, scale
-            )
 
     def _model(self, padding: int) -> Model | None:
         """The run's model with the tiny batch's length."""
@@ -303,25 +305,23 @@ class _Step:
         self.optimizer.zero_grad()
 
     @contextmanager
-    def _lent(self, scalers: Sequence[Any]) -> Iterator[None]:
+    def _lent(self) -> Iterator[None]:
         """In the block lengths are those of the tiny batch, and what is random or timed is off."""
         with ExitStack() as back:
             apart = {"slices": None, "first_batch": None, "cut": replace(STATE.cut), "trial": True}
             back.enter_context(patching.lent(STATE, model=self._model(self.padded - self.tokens), **apart))
             if self.args is not None:  # of other loops: their batches tell the length
                 back.enter_context(patching.lent(self.args, **self.lengths))
-            for scaler in scalers:
+            for scaler in self.scalers:
                 if isinstance(getattr(scaler, "_scale", None), Tensor):
                     back.enter_context(patching.lent(scaler, _scale=torch.full_like(scaler._scale, _SCALE)))
             modules = [module for chunk in self.chunks for module in chunk.modules()]
-            for owner in tiny_batch.owners([*modules, *readings.optimizers(self.optimizer)]):
-                back.enter_context(patching.lent(owner, **tiny_batch.quiet(owner)))
+            back.enter_context(tiny_batch.quiet([*modules, *readings.optimizers(self.optimizer)]))
             for module in modules:
                 if isinstance(module, CoreAttention):
                     back.enter_context(patching.lent(module, scaling=fp8_scaling.make_scaling(module.config)))
-                    back.callback(
-                        module.register_forward_pre_hook(tiny_batch.Strong(), with_kwargs=True, prepend=True).remove
-                    )
+                    hook = module.register_forward_pre_hook(tiny_batch.Strong(), with_kwargs=True, prepend=True)
+                    back.callback(hook.remove)
                 elif gated_delta_net.MIXER.computes(module):
                     back.callback(module.in_proj.register_forward_hook(tiny_batch.lasting(module)).remove)
             yield
@@ -332,16 +332,14 @@ def _all_met(error: Exception | None) -> tuple[bool, str]:
 
     A rank that failed alone leaves the others in its collectives, and its error ends the run.
     """
-    store, size = distributed_c10d._get_default_store(), dist.get_world_size()
-    number = next(_CALLS)
-    counted, told = (f"cp_plugin_step/{number}/{what}" for what in ("met", "why"))
+    store = dist.PrefixStore(f"cp_plugin_step/{next(_CALLS)}", distributed_c10d._get_default_store())
     if error is not None:
-        store.set(told, f"{type(error).__name__}: {error}")
-    store.add(counted, 1)
-    deadline = time.monotonic() + _WAIT_S
-    while (met := store.add(counted, 0)) < size and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return met >= size, store.get(told).decode() if store.check([told]) else ""
+        store.set("why", f"{type(error).__name__}: {error}")
+    if store.add("met", 1) == dist.get_world_size():
+        store.set("all met", "")
+    with suppress(RuntimeError):  # of the store, after so long
+        store.wait(["all met"], timedelta(seconds=_WAIT_S))
+    return store.check(["all met"]), store.get("why").decode() if store.check(["why"]) else ""
 
 
 def _not_compared(why: str) -> None:

@@ -1,5 +1,5 @@
 """What the step of the start-up check is given: batches of a few tokens in the form of the run's own, moved embeddings,
-strong queries and keys, nothing random.
+strong queries and keys, fixed experts, nothing random.
 
     the first batch of the run's iterator --> its entries, their shapes and dtypes --> the same entries, shorter
     known entries (tokens, labels, ...)   --> drawn anew, unmasked tokens unevenly on the ranks
@@ -25,7 +25,7 @@ from cp_plugin.engine.core.layout import Layout
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.rules.experts import RANDOM
 from cp_plugin.megatron.selfcheck.checked_call import CALL
-from cp_plugin.megatron.selfcheck.readings import signs
+from cp_plugin.megatron.selfcheck.readings import scramble, signs
 
 _BOUNDS = "cu_seqlens"
 _GAIN = 1.5  # of queries and keys: a score has a standard deviation of its square
@@ -78,14 +78,8 @@ class Looked(InPlace):
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self.first = next(iterator, None)
-        self._given = self.first is None
-        super().__init__(iterator, iterator)
-
-    def __next__(self) -> Any:
-        if self._given:
-            return super().__next__()
-        self._given = True
-        return self.first
+        rest = iter(iterator.__next__, object())  # Megatron's iterators cannot be iterated over otherwise
+        super().__init__(iterator, rest if self.first is None else itertools.chain([self.first], rest))
 
 
 def batches(
@@ -169,15 +163,13 @@ class Strong:
     """A hook that multiplies queries and keys of core attention, so that scores differ as those of a trained model.
 
     The factors are those of the first call, equal on all context-parallel ranks, and stay: what scales queries or keys
-    otherwise on one rank is not hidden.
+    otherwise on one rank is not hidden. (In a closure they would be put back after each step.)
     """
 
     def __init__(self) -> None:
         self.factors: list[float] = []
 
-    def __call__(
-        self, module: Any, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         bound = CALL.bind(module, *args, **named)
         given = bound.arguments
         if not self.factors:
@@ -190,6 +182,36 @@ class Strong:
         return bound.args[1:], bound.kwargs
 
 
+@contextmanager
+def fixed_experts(config: Any, here: Tensor, tokens: int) -> Iterator[list[Tensor]]:
+    """In the block, routers choose experts by a token's position: of nearly equal scores, rounding errors would choose.
+
+    The value is a list of the sums of the scores by which they would have chosen, in turn.
+
+    Args:
+        config: the model's.
+        here: positions of this rank's tokens, int64 ``[s/cp]``.
+        tokens: of the sequence; later ones are padding.
+    """
+    if config.sequence_parallel:
+        parts = here.chunk(parallel_state.get_tensor_model_parallel_world_size())
+        here = parts[parallel_state.get_tensor_model_parallel_rank()]
+    topk, best = torch.topk, list[Tensor]()
+
+    def choose(scores: Tensor, k: int, dim: int = -1, *args: Any, **named: Any) -> Any:
+        found = topk(scores, k, dim, *args, **named)
+        if scores.dim() != 2 or scores.size(0) % len(here) or dim not in (1, -1):  # not of each token
+            return found
+        at = here.repeat_interleave(scores.size(0) // len(here)).to(scores.device)[:, None]
+        best.append(found.values.detach().double().where(at < tokens, 0).sum())
+        drawn = scramble(at * scores.size(1) + torch.arange(scores.size(1), device=at.device), 0).double()
+        chosen = topk(drawn.masked_fill(scores.isneginf(), -torch.inf), k).indices
+        return torch.return_types.topk((scores.gather(1, chosen), chosen))
+
+    with patching.lent(torch, topk=choose):
+        yield best
+
+
 def lasting(layer: Any) -> Callable[..., Any]:
     """A hook of gated delta net's projection by which decays are weak, so that states reach over several ranks."""
 
@@ -200,22 +222,20 @@ def lasting(layer: Any) -> Callable[..., Any]:
     return weaken
 
 
-def owners(modules: Sequence[Any]) -> list[Any]:
-    """Modules, and their configurations, each once."""
-    found = [one for m in modules for one in (m, getattr(m, "config", None)) if one is not None]
-    return list({id(one): one for one in found}.values())
-
-
-def quiet(owner: Any) -> dict[str, Any]:
-    """Attributes of a module or configuration, and values by which nothing is random, timed, or of a fixed length."""
-    off: dict[str, Any] = {}
-    for name, value in vars(owner).items():
-        if "dropout" in name and isinstance(value, float) and value:
-            off[name] = 0.0
-        elif (name == "timers" or name in RANDOM) and value:
-            off[name] = False if isinstance(value, bool) else None
-        elif name.startswith(("ub_overlap", "ub_bulk")) and value is True:  # its buffers have the run's length
-            off[name] = False
-    if isinstance(owner, torch.nn.Dropout):
-        off["p"] = 0.0
-    return off
+@contextmanager
+def quiet(owners: Sequence[Any]) -> Iterator[None]:
+    """In the block nothing in these modules, and in their configurations, is random, timed, or of a fixed length."""
+    with ExitStack() as back:
+        for owner in (one for x in owners for one in (x, getattr(x, "config", None)) if one is not None):
+            off: dict[str, Any] = {}
+            for name, value in vars(owner).items():
+                if "dropout" in name and isinstance(value, float) and value:
+                    off[name] = 0.0
+                elif (name == "timers" or name in RANDOM) and value:
+                    off[name] = False if isinstance(value, bool) else None
+                elif name.startswith(("ub_overlap", "ub_bulk")) and value is True:  # its buffers have the run's length
+                    off[name] = False
+            if isinstance(owner, torch.nn.Dropout):
+                off["p"] = 0.0
+            back.enter_context(patching.lent(owner, **off))
+        yield
