@@ -125,7 +125,11 @@ def show(found: Coverage, groups: Mapping[str, Sequence[tuple[int, ...]]]) -> No
         table.add_row("provider", f"{cp.provider.name}: {cp.provider.summary}")
     for number, line in enumerate(runtime.settings().planned):
         table.add_row("" if number else "auto", line)
-    _show_linear(table, len(layers))
+    if (linear := runtime.settings().linear) is not None:
+        by = runtime.context_parallel(kind="linear").provider
+        table.add_row("linear attention", f"{linear.variant}: {linear.kind.summary}")
+        table.add_row("linear provider", f"{by.name}: {by.summary}")
+        table.add_row("layer pattern", f"{linear.pattern} x {len(layers) // len(linear.pattern)}")
     table.add_row("layout", f"{cp.layout.name}; each of {cp.size} ranks holds 1/{cp.size} of every sequence")
     if runtime.converted():
         table.add_row("", "contiguous outside attention: Megatron's layout manager converts")
@@ -136,33 +140,28 @@ def show(found: Coverage, groups: Mapping[str, Sequence[tuple[int, ...]]]) -> No
     table.add_row("backend", "\n".join(found.backends))
     for number, reason in enumerate(cp.why):
         table.add_row("" if number else "why", reason)
-    hybrid_parts = f": {len(found.linear)} linear, {len(layers) - len(found.linear)} softmax"
-    parts = "" if runtime.settings().linear is None else hybrid_parts
+    parts = "" if linear is None else f": {len(found.linear)} linear, {len(layers) - len(found.linear)} softmax"
     table.add_row("attention layers", f"{len(layers)} of {len(layers)} replaced{parts}")
-    its = runtime.settings().delta_net
-    if its is not None:
-        provider = runtime.context_parallel(kind="linear").provider
-        table.add_row("gated delta net", f"by {provider.name}: {provider.summary}")
+    if runtime.settings().delta_net is not None:
+        by = runtime.context_parallel(kind="linear").provider
+        table.add_row("gated delta net", f"by {by.name}: {by.summary}")
     if found.states:
         table.add_row("Mamba and gated delta net", f"{len(found.states)} layers, tokens in the order of the layout")
     if ahead := sum(".mtp." in name for name in layers):
         table.add_row("multi-token prediction", f"{ahead} of these layers; next tokens follow the layout")
     for axis, lists in groups.items():
-        table.add_row(f"groups: {axis} ({len(lists[0])} ranks)", _rank_lists(lists))
+        shown = [" ".join(map(str, ranks)) for ranks in lists[:8]]
+        more = [f"... and {len(lists) - 8} more"] if len(lists) > 8 else []
+        table.add_row(f"groups: {axis} ({len(lists[0])} ranks)", "\n".join(shown + more))
     table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")
-    table.add_row(f"replaced in megatron-core {compat.megatron_version()}", _replaced())
+    names = patching.installed()
+    listed = "\n".join(names) if runtime.settings().verbose else f"{len(names)} functions; --cp-verbose lists them"
+    table.add_row(f"replaced in megatron-core {compat.megatron_version()}", listed)
     Console(width=None if terminal else 140, soft_wrap=False).print(table)
     for reason in cp.why:
         if reason.startswith("warning:"):
             print(f"cp_plugin: {reason}")
     sys.stdout.flush()
-
-
-def _replaced() -> str:
-    names = patching.installed()
-    if runtime.settings().verbose:
-        return "\n".join(names)
-    return f"{len(names)} functions; --cp-verbose lists them"
 
 
 def _is_other_attention(module: torch.nn.Module) -> bool:
@@ -171,16 +170,6 @@ def _is_other_attention(module: torch.nn.Module) -> bool:
         parts = (module.self_attention, module.cross_attention)
         return any(not isinstance(p, IdentityOp | IdentityFuncOp) and not hasattr(p, "core_attention") for p in parts)
     return isinstance(module, BaseTransformerLayer) or type(module).__module__.startswith(compat.STATE_SPACES)
-
-
-def _show_linear(table: Table, layers: int) -> None:
-    linear = runtime.settings().linear
-    if linear is None:
-        return
-    provider = runtime.context_parallel(kind="linear").provider
-    table.add_row("linear attention", f"{linear.variant}: {linear.kind.summary}")
-    table.add_row("linear provider", f"{provider.name}: {provider.summary}")
-    table.add_row("layer pattern", f"{linear.pattern} x {layers // len(linear.pattern)}")
 
 
 def _backend(module: AnyCoreAttention, chunk: torch.nn.Module) -> str:
@@ -213,8 +202,3 @@ def _axis_ranks() -> dict[str, tuple[int, ...]]:
         ranks = {axis: mesh.groups[axis] for axis, n in mesh.axes.items() if n > 1}
         found |= {f"{label}{axis}": tuple(dist.get_process_group_ranks(group)) for axis, group in ranks.items()}
     return found
-
-
-def _rank_lists(lists: Sequence[tuple[int, ...]]) -> str:
-    shown = [" ".join(map(str, ranks)) for ranks in lists[:8]]
-    return "\n".join(shown + ([f"... and {len(lists) - 8} more"] if len(lists) > 8 else []))
