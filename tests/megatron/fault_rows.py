@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,13 +22,20 @@ def planted(target: str, name: str = "") -> Callable[[Callable[[Any], Any]], Pla
         def plant() -> None:
             module, _, path = target.partition(":")
             *owners, attribute = path.split(".")
-            owner = reduce(getattr, owners, importlib.import_module(module))
+            owner = functools.reduce(getattr, owners, importlib.import_module(module))
             setattr(owner, attribute, make(getattr(owner, attribute)))
 
         plant.__name__ = name or make.__name__
         return plant
 
     return fault_of
+
+
+def instead(target: str, name: str = "") -> Callable[[Callable[..., Any]], Plant]:
+    """Make a fault of a function that is called in the place of another, with that one as its first argument."""
+    return lambda wrong: planted(target, name or wrong.__name__)(
+        lambda original: functools.wraps(original)(lambda *args, **named: wrong(original, *args, **named))
+    )
 
 
 def replace_slicer(slicer: Callable[..., Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fault_rows import Fault, Plant, planted, replace_slicer, stock
+from fault_rows import Fault, Plant, instead, planted, replace_slicer, stock
 from state_space_kernels import STATES
 from torch import Tensor
 
@@ -38,23 +37,20 @@ stock_roll = stock("stock_roll", f"{MTP}:roll_tensor")
 stock_counts = stock("stock_counts", f"megatron.core.models.gpt.gpt_model:process_mtp_loss={MTP}:process_mtp_loss")
 REORDER = "megatron.core.ssm.mamba_context_parallel:_{}do_attention_load_balancing"
 stock_order = stock("stock_order", REORDER.format("un"), REORDER.format("re"))
-next_of_another_document = planted("cp_plugin.megatron.patches.mtp:_rolled", "next_of_another_document")(
-    lambda rolled: lambda cp, x, dim, by, packed, fill=0: rolled(cp, x, dim, by, None, fill)
+next_of_another_document = instead("cp_plugin.megatron.patches.mtp:_rolled", "next_of_another_document")(
+    lambda rolled, cp, x, dim, by, packed, fill=0: rolled(cp, x, dim, by, None, fill)
 )
-delta_net_runs_on = planted("cp_plugin.megatron.mixers.gated_delta_net:attend", "delta_net_runs_on")(
-    lambda attend: lambda layer, batch, projected: attend(layer, replace(batch, documents=None), projected)
+delta_net_runs_on = instead("cp_plugin.megatron.mixers.gated_delta_net:attend", "delta_net_runs_on")(
+    lambda attend, layer, batch, projected: attend(layer, replace(batch, documents=None), projected)
 )
 
 
-@planted(REORDER.format("un"))
-def states_go_on(undo: Any) -> Any:
-    def without_documents(x: Tensor, size: int, packed: Any = None) -> Tensor:
-        ordered = undo(x, size, packed)
-        if packed is not None:
-            packed.seq_idx = None
-        return ordered
-
-    return without_documents
+@instead(REORDER.format("un"))
+def states_go_on(undo: Any, x: Tensor, size: int, packed: Any = None) -> Tensor:
+    ordered = undo(x, size, packed)
+    if packed is not None:
+        packed.seq_idx = None
+    return ordered
 
 
 def reversed_order_of_a_pack() -> None:
@@ -78,21 +74,16 @@ def unplaced(where: str, function: str) -> Plant:
     return planted("cp_plugin.megatron.micro_batch:MicroBatch.find", f"unplaced {where}")(wrong)
 
 
-@planted(f"{GPT}:_packed_seq_params")
-def other_bounds_for_the_model(_: Any) -> Any:
+@instead(f"{GPT}:_packed_seq_params")
+def other_bounds_for_the_model(_: Any, batch: dict[str, Any]) -> Any:
     """The script slices by the documents' bounds, and gives the model those with padding."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    def padded(batch: dict[str, Any]) -> PackedSeqParams:
-        wide = (batch["cu_seqlens"].squeeze(0) + 7) // 8 * 8
-        return PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=wide, cu_seqlens_kv=wide, max_seqlen_q=64, max_seqlen_kv=64
-        )
-
-    return padded
+    wide = (batch["cu_seqlens"].squeeze(0) + 7) // 8 * 8
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=wide, cu_seqlens_kv=wide, max_seqlen_q=64, max_seqlen_kv=64)
 
 
-no_documents = planted(f"{GPT}:_packed_seq_params", "no_documents")(lambda _: lambda batch: None)
+no_documents = instead(f"{GPT}:_packed_seq_params", "no_documents")(lambda _, batch: None)
 
 
 def padding_counts() -> None:
@@ -101,10 +92,10 @@ def padding_counts() -> None:
     batch._BEHIND_THE_END["loss_mask"] = 1
 
 
-own_tokens_alone = planted("cp_plugin.engine.attention.convolution:_sent", "own_tokens_alone")(
-    lambda fetch: lambda *given: fetch(*given) * 0
+own_tokens_alone = instead("cp_plugin.engine.attention.convolution:_sent", "own_tokens_alone")(
+    lambda fetch, *given: fetch(*given) * 0
 )
-gradients_as_states = planted("cp_plugin.engine.linear.scan:transposed", "gradients_as_states")(lambda _: lambda x: x)
+gradients_as_states = instead("cp_plugin.engine.linear.scan:transposed", "gradients_as_states")(lambda _, x: x)
 
 
 def another_delta_net() -> None:
@@ -126,41 +117,33 @@ def linear_layers_in_another_layout(_: Any) -> property:
     return property(lambda self: ContextParallel("lasp2", mesh=mesh(), layout="contiguous"))
 
 
-@planted(f"{ATTENTION}.linear_attention")
-def wrong_decay_on_rank_1(attend: Any) -> Any:
-    @functools.wraps(attend)
-    def wrong(self: ContextParallel, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **kwargs: Any) -> Tensor:
-        return attend(self, q, k, v, log_decay * (1.01 if dist.get_rank() == 1 else 1.0), **kwargs)
-
-    return wrong
-
-
-@planted("cp_plugin.megatron.runtime:register")
-def linear_layers_with_the_tokens_of_other_ranks(register: Any) -> Any:
-    def wrong(group: Any, found: Any) -> None:
-        found["linear"].numbers = found["linear"].numbers[::-1]
-        register(group, found)
-
-    return wrong
-
-
-softmax_layers_wrong = planted(f"{ATTENTION}.attention", "softmax_layers_wrong")(
-    lambda attend: lambda self, *args, **kwargs: 1.01 * attend(self, *args, **kwargs)
+wrong_decay_on_rank_1 = instead(f"{ATTENTION}.linear_attention", "wrong_decay_on_rank_1")(
+    lambda attend, self, q, k, v, log_decay, **kwargs: attend(
+        self, q, k, v, log_decay * (1.01 if dist.get_rank() == 1 else 1.0), **kwargs
+    )
 )
 
 
-@planted("cp_plugin.engine.core.payload:pack")
-def wrong_exponents(pack: Any) -> Any:
-    def wrong(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        elements, exponents = pack(x, block)
-        return elements, exponents.roll(1, 2) + 1
-
-    return wrong
+@instead("cp_plugin.megatron.runtime:register")
+def linear_layers_with_the_tokens_of_other_ranks(register: Any, group: Any, found: Any) -> None:
+    found["linear"].numbers = found["linear"].numbers[::-1]
+    register(group, found)
 
 
-scores_a_tenth_too_large = planted(f"{ATTENTION}.method", "scores_a_tenth_too_large")(  # less than FP8's own rounding
-    lambda method: (
-        lambda self, problem, device, scores, *rest: method(self, problem, device, Scores(1.1 * scores.scale), *rest)
+softmax_layers_wrong = instead(f"{ATTENTION}.attention", "softmax_layers_wrong")(
+    lambda attend, self, *args, **kwargs: 1.01 * attend(self, *args, **kwargs)
+)
+
+
+@instead("cp_plugin.engine.core.payload:pack")
+def wrong_exponents(pack: Any, x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    elements, exponents = pack(x, block)
+    return elements, exponents.roll(1, 2) + 1
+
+
+scores_a_tenth_too_large = instead(f"{ATTENTION}.method", "scores_a_tenth_too_large")(  # less than FP8's own rounding
+    lambda method, self, problem, device, scores, *rest: method(
+        self, problem, device, Scores(1.1 * scores.scale), *rest
     )
 )
 
@@ -168,15 +151,12 @@ scores_a_tenth_too_large = planted(f"{ATTENTION}.method", "scores_a_tenth_too_la
 
 
 def after_slicing(change: Callable[[dict[str, Any]], None], name: str) -> Plant:
-    def wrong(get: Any) -> Any:
-        def get_batch(*args: Any) -> dict[str, Any]:
-            batch = get(*args)
-            change(batch)
-            return batch
+    def wrong(get: Any, *args: Any) -> dict[str, Any]:
+        batch = get(*args)
+        change(batch)
+        return batch
 
-        return get_batch
-
-    return planted(f"{GPT}:get_batch", name)(wrong)
+    return instead(f"{GPT}:get_batch", name)(wrong)
 
 
 def shift_labels(batch: dict[str, Tensor]) -> None:
@@ -201,16 +181,13 @@ generated.__module__ = None  # as of functions made by exec()
 def other_samples_on_a_rank(name: str, later: bool) -> Plant:
     """later: only after the first batch."""
 
-    def wrong(cut: Any) -> Any:
+    def wrong(cut: Any, batch: dict[str, Tensor]) -> Any:
         from cp_plugin.megatron.state import STATE
 
-        def with_other_tokens(batch: dict[str, Tensor]) -> Any:
-            mine = os.environ["RANK"] == "1" and not STATE.trial and not (later and STATE.first_batch is not None)
-            return cut(batch | {"tokens": batch["tokens"].flip(0)} if mine else batch)
+        mine = os.environ["RANK"] == "1" and not STATE.trial and not (later and STATE.first_batch is not None)
+        return cut(batch | {"tokens": batch["tokens"].flip(0)} if mine else batch)
 
-        return with_other_tokens
-
-    return planted(f"{GPT}:_slice", name)(wrong)
+    return instead(f"{GPT}:_slice", name)(wrong)
 
 
 def own_slicing() -> None:
@@ -235,14 +212,11 @@ foreign_attention = planted("megatron.core.models.backends:LocalSpecProvider.cor
 )
 
 
-@planted("megatron.core.optimizer.optimizer:FP32Optimizer.step_with_ready_grads")
-def faster_on_one_rank(step: Any) -> Any:
-    def faster(self: Any) -> Any:
-        for group in self.param_groups:
-            group["lr"] *= 1 + dist.get_rank()
-        return step(self)
-
-    return faster
+@instead("megatron.core.optimizer.optimizer:FP32Optimizer.step_with_ready_grads")
+def faster_on_one_rank(step: Any, self: Any) -> Any:
+    for group in self.param_groups:
+        group["lr"] *= 1 + dist.get_rank()
+    return step(self)
 
 
 # -- loss functions, which return a sum, a count and a report
@@ -250,7 +224,7 @@ def faster_on_one_rank(step: Any) -> Any:
 
 def loss(name: str, make: Callable[[Tensor, Tensor, Any], Any]) -> Plant:
     """One that returns ``make(sum, tokens, report)``."""
-    return planted(f"{GPT}:loss", name)(lambda usual: lambda mask, output: make(*usual(mask, output)))
+    return instead(f"{GPT}:loss", name)(lambda usual, mask, output: make(*usual(mask, output)))
 
 
 def over_all(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fault_rows import Fault, Plant, planted, ranks_of, replace_slicer, rows
+from fault_rows import Fault, Plant, instead, planted, ranks_of, replace_slicer, rows
 from feature_faults import FEATURES, OUT, STEP
 from torch import Tensor
 from training import SHORT, compare, stock, train
@@ -48,45 +48,37 @@ def stock_batch() -> None:
     replace_slicer(patching.original(SLICER))
 
 
-@planted(BATCH)
-def batch_by_rank_number(slice_batch: Any) -> Any:
-    def wrong(tensors: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
-        numbers, cp.numbers = cp.numbers, tuple(range(cp.size))
-        try:
-            return slice_batch(tensors, cp)
-        finally:
-            cp.numbers = numbers
-
-    return wrong
+@instead(BATCH)
+def batch_by_rank_number(slice_batch: Any, tensors: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
+    numbers, cp.numbers = cp.numbers, tuple(range(cp.size))
+    try:
+        return slice_batch(tensors, cp)
+    finally:
+        cp.numbers = numbers
 
 
 def in_halves(key: str) -> Plant:
     """Cut one part of the batch in halves, the others by the layout."""
-    fault = planted(BATCH, f"{key} in halves")
-    return fault(lambda cut: lambda x, cp: cut(dict(x), cp) | {key: x[key].chunk(cp.size, 1)[cp.index].contiguous()})
+    fault = instead(BATCH, f"{key} in halves")
+    return fault(lambda cut, x, cp: cut(dict(x), cp) | {key: x[key].chunk(cp.size, 1)[cp.index].contiguous()})
 
 
 contiguous_rope, contiguous_yarn = (
-    planted(target, name)(lambda _: lambda emb, dim, group: emb.chunk(group.size(), dim)[group.rank()])
+    instead(target, name)(lambda _, emb, dim, group: emb.chunk(group.size(), dim)[group.rank()])
     for name, target in (("contiguous_rope", ROPE), ("contiguous_yarn", YARN_ROPE))
 )
-rope_begins_at_1 = planted(ROPE, "rope_begins_at_1")(
-    lambda cut: lambda emb, dim, group: cut(emb.roll(1, dim), dim, group)
-)
-packed_rope_goes_on = planted(OF_PACKS, "packed_rope_goes_on")(  # the second document continues the first
-    lambda _: lambda documents, positions: positions
+rope_begins_at_1 = instead(ROPE, "rope_begins_at_1")(lambda cut, emb, dim, group: cut(emb.roll(1, dim), dim, group))
+packed_rope_goes_on = instead(OF_PACKS, "packed_rope_goes_on")(  # the second document continues the first
+    lambda _, documents, positions: positions
 )
 
 
-@planted(ROPE)
-def rope_by_rank_number(_: Any) -> Any:
+@instead(ROPE)
+def rope_by_rank_number(_: Any, emb: Tensor, dim: int, group: Any) -> Tensor:
     from cp_plugin.megatron import runtime
 
-    def wrong(emb: Tensor, dim: int, group: Any) -> Tensor:
-        cp = runtime.context_parallel(group)
-        return cp.layout.shard(emb, dim, cp.size, cp.index)
-
-    return wrong
+    cp = runtime.context_parallel(group)
+    return cp.layout.shard(emb, dim, cp.size, cp.index)
 
 
 @planted("cp_plugin.megatron.mixers.core_attention:CoreAttention.context_parallel")
@@ -96,69 +88,57 @@ def zigzag_attention(_: Any) -> property:
     return property(lambda self: ContextParallel("ring", mesh=runtime.context_parallel().mesh, layout="zigzag"))
 
 
-@planted(f"{ATTENTION}.segments")
-def attention_by_rank_number(_: Any) -> Any:
+@instead(f"{ATTENTION}.segments")
+def attention_by_rank_number(_: Any, self: ContextParallel, seq_length: int, owners: Any) -> Any:
     """Tiles are those of other tokens than the rank's."""
-    return lambda self, seq_length, owners: segments_of(
-        self.layout, tuple(range(self.size)), seq_length, owners(self.index)
-    )
+    return segments_of(self.layout, tuple(range(self.size)), seq_length, owners(self.index))
 
 
-@planted(f"{ATTENTION}.attention")
-def wrong_key_gradient_on_rank_1(attend: Any) -> Any:
-    def attention(self: ContextParallel, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
-        if torch.distributed.get_rank() == 1:
-            k.register_hook(lambda grad: 1.001 * grad)
-        return attend(self, q, k, v, **kwargs)
-
-    return attention
+@instead(f"{ATTENTION}.attention")
+def wrong_key_gradient_on_rank_1(attend: Any, self: Any, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+    if torch.distributed.get_rank() == 1:
+        k.register_hook(lambda grad: 1.001 * grad)
+    return attend(self, q, k, v, **kwargs)
 
 
 def called_with(name: str, **changed: Any) -> Plant:
     """Call attention with other options than were asked for."""
-    fault = planted(f"{ATTENTION}.attention", name)
-    return fault(lambda attend: lambda self, *args, **kw: attend(self, *args, **{**kw, **changed}))
+    fault = instead(f"{ATTENTION}.attention", name)
+    return fault(lambda attend, self, *args, **kw: attend(self, *args, **{**kw, **changed}))
 
 
 def gradient(fault: str, name: str, factor: float) -> Plant:
-    def wrong(backward: Any) -> Any:
-        def changed(self: Any, *args: Any) -> Any:
-            found = backward(self, *args)
-            return None if found is None else found._replace(**{name: factor * getattr(found, name)})
+    def wrong(backward: Any, self: Any, *args: Any) -> Any:
+        found = backward(self, *args)
+        return None if found is None else found._replace(**{name: factor * getattr(found, name)})
 
-        return changed
-
-    return planted("cp_plugin.engine.methods.local:Local.backward", fault)(wrong)
+    return instead("cp_plugin.engine.methods.local:Local.backward", fault)(wrong)
 
 
 def in_transit(name: str, change: Callable[[Tensor], Tensor]) -> Plant:
-    fault = planted(f"{MESH}._exchange", name)
-    return fault(lambda send: lambda self, axis, x, *args, **kw: send(self, axis, tuple(map(change, x)), *args, **kw))
+    fault = instead(f"{MESH}._exchange", name)
+    return fault(lambda send, self, axis, x, *args, **kw: send(self, axis, tuple(map(change, x)), *args, **kw))
 
 
-last_tile_dropped = planted("cp_plugin.engine.kernels.blocks:Tiled.tiles", "last_tile_dropped")(
-    lambda tiles: lambda self, block: tiles(self, block)[:-1]
+last_tile_dropped = instead("cp_plugin.engine.kernels.blocks:Tiled.tiles", "last_tile_dropped")(
+    lambda tiles, self, block: tiles(self, block)[:-1]
 )
-masks_shifted_by_one = planted("cp_plugin.engine.core.mask:Mask.of", "masks_shifted_by_one")(
+masks_shifted_by_one = planted("cp_plugin.engine.core.mask:Mask.from_arguments", "masks_shifted_by_one")(
     lambda of: lambda causal, *rest: Mask(of(causal, *rest).left, 1)
 )
-log_sum_exp_ignored = planted("cp_plugin.engine.kernels.fused:_weight", "log_sum_exp_ignored_in_merging")(
-    lambda _: lambda part, _: torch.full_like(part, 0.5).unsqueeze(-1)
+log_sum_exp_ignored = instead("cp_plugin.engine.kernels.fused:_weight", "log_sum_exp_ignored_in_merging")(
+    lambda _, part, whole: torch.full_like(part, 0.5).unsqueeze(-1)
 )
-sinks_of_other_heads = planted("cp_plugin.engine.attention.softmax:apply_sink", "sinks_of_other_heads")(
-    lambda apply: lambda out, lse, sink: apply(out, lse, sink.roll(1) + 0.5)
+sinks_of_other_heads = instead("cp_plugin.engine.attention.softmax:apply_sink", "sinks_of_other_heads")(
+    lambda apply, out, lse, sink: apply(out, lse, sink.roll(1) + 0.5)
 )
 rounded_in_transit = in_transit("rounded_in_transit", lambda t: t.bfloat16().to(t.dtype))
-
-
-@planted(f"{MESH}._all_gather")
-def gathered_in_the_wrong_order(gather: Any) -> Any:
-    return lambda self, axis, x: gather(self, axis, x).then(lambda t: torch.cat(t.chunk(self.axes[axis])[::-1]))
-
-
-@planted(f"{MESH}._reduce_scatter")
-def sums_of_one_rank_lost(reduce_scatter: Any) -> Any:
-    return lambda self, axis, x: reduce_scatter(self, axis, tuple(t * (self.coordinates[axis] != 1) for t in x))
+gathered_in_the_wrong_order = instead(f"{MESH}._all_gather", "gathered_in_the_wrong_order")(
+    lambda gather, self, axis, x: gather(self, axis, x).then(lambda t: torch.cat(t.chunk(self.axes[axis])[::-1]))
+)
+sums_of_one_rank_lost = instead(f"{MESH}._reduce_scatter", "sums_of_one_rank_lost")(
+    lambda reduce, self, axis, x: reduce(self, axis, tuple(t * (self.coordinates[axis] != 1) for t in x))
+)
 
 
 @planted(f"{MESH}._exchange")
