@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -67,11 +67,11 @@ class Case:
         assert any(record.sent for record in got)
         return got, base
 
-    def start(self, more: str, *, steps: int = 1) -> None:
+    def start(self, more: str, *, steps: int = 1, prepare: Callable[[], None] | None = None) -> list[Record]:
         """Train with context parallelism alone, with ``more`` flags."""
         flags = f"{self.flags} --context-parallel-size {self.cp} {self.divided} {more}"
         model, documents = MODEL.replace(self.without, ""), SHORT * (PACKED in flags)
-        train(self.cp * self.ranks, flags, model=model, documents=documents, steps=steps)
+        return train(self.cp * self.ranks, flags, model=model, documents=documents, steps=steps, prepare=prepare)
 
     @property
     def divided(self) -> str:

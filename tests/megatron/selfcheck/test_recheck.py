@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from fault_rows import ranks_of
+from case import Case, cases
 from nightly import one_case
-from state_space_kernels import STATES
-from textbook import MLA
 from torch import Tensor
 from torch.nn.functional import normalize
-from training import MODEL, SGD, short_documents, train
+from training import SGD, train
 
 from cp_plugin.engine.core.block import Scores
 from cp_plugin.engine.linear import recurrence
@@ -24,41 +22,7 @@ from cp_plugin.megatron.selfcheck.exact_rows import Exact, Rounding, Softmax, co
 pytestmark = pytest.mark.usefixtures("adapter")
 
 STRIPED = "--context-parallel-size 2 --cp-provider striped"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-CORE = "--recompute-granularity selective --recompute-modules core_attn"
-LATENT = f"{STRIPED} --rope-type rope"
-HYBRIDS = (
-    "--context-parallel-size 2 --cp-provider ring --cp-layout zigzag --cp-linear-provider lasp2 "
-    "--hybrid-layer-pattern G*",
-    "--context-parallel-size 4 --cp-provider ring --cp-linear-provider lasp1 --hybrid-layer-pattern MGG* --bf16",
-    "--context-parallel-size 2 --cp-provider needed --cp-layout documents --cp-linear-provider lasp2 --bf16 "
-    "--hybrid-layer-pattern G* --dataloader-inter-document-masking --calculate-per-token-loss",
-    "--context-parallel-size 2 --cp-provider striped --hybrid-layer-pattern MG* --bf16",
-)
-RIGHT = (
-    LATENT,
-    STRIPED,
-    f"{STRIPED} --bf16",
-    f"{STRIPED} --fp16 --initial-loss-scale 65536",
-    f"{STRIPED} --window-size 3,0 --softmax-type learnable",
-    f"{STRIPED} --dataloader-inter-document-masking",
-    f"{STRIPED} --cp-fp8 comm --bf16",
-    f"{STRIPED} {FULL}",
-    f"{STRIPED} {CORE} --cp-recompute-attention",
-    f"{STRIPED} --pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
-    f"{STRIPED} --tensor-model-parallel-size 2 --sequence-parallel",
-    f"{STRIPED} --mtp-num-layers 1",
-    "--context-parallel-size 4 --cp-provider attention2d --cp-grid 2x2 --cp-layout zigzag",
-    "--context-parallel-size 4 --cp-provider burst --cp-backward q --cp-intra-size 2",
-    "--context-parallel-size 4 --cp-provider burst --cp-backward q --cp-intra-size 2 --bf16 --cp-gradient-dtype model",
-    "--context-parallel-size 4 --cp-provider striped --cp-head-parallel 2",
-    "--context-parallel-size 2 --cp-linear-attention basic",
-    "--context-parallel-size 2 --cp-linear-attention gla --cp-layer-pattern LN --cp-provider ring --bf16",
-    "--context-parallel-size 2 --cp-linear-attention lightning --bf16",
-    "--context-parallel-size 2 --cp-linear-attention retention",
-    "--context-parallel-size 2 --cp-linear-attention rebased",
-    *(f"{STATES} {flags}" for flags in HYBRIDS),
-)
+CHECKED = [case for case in cases() if {"check", "start"} & {*case.where}]
 STEPS = 6
 
 
@@ -66,7 +30,6 @@ def _told() -> None:
     """Print each comparison: name, place, error and bound, or of identities the step; 0: the start-up check's."""
     from cp_plugin.megatron.selfcheck import identities, recheck
 
-    short_documents()
     judge = recheck.Rows._judge
 
     def judged(self: Any, name: str, got: Tensor, want: Exact) -> None:
@@ -88,12 +51,12 @@ def _compared(text: str) -> list[list[str]]:
 
 
 @one_case
-@pytest.mark.parametrize("flags", RIGHT)
-def test_correct_training_passes(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
-    model = MLA if flags == LATENT else MODEL
-    train(ranks_of(flags), f"{flags} --cp-check-every 1", steps=STEPS, model=model, prepare=_told)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CHECKED])
+def test_correct_training_passes(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    case.start("--cp-check-every 1", steps=STEPS, prepare=_told)
     text = capfd.readouterr().out
-    assert "--cp-check-every does not compare" not in text, text
+    compared = "--cp-check-every does not compare" not in text
+    assert compared or "--use-torch-fsdp2" in case.flags, text
     lines = _compared(text)
     identities = re.findall(r"^IDENTITIES (\d+)", text, re.MULTILINE)
     assert {int(step) for _, step, *_ in lines} == set(map(int, identities)) == set(range(STEPS + 1))

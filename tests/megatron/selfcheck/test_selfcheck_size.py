@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from case import Case, cases
 from nightly import nightly, one_case
 from training import train
 
@@ -37,14 +38,6 @@ def test_routers_that_draw_are_compared_without_drawing(flags: str, capfd: pytes
     assert capfd.readouterr().out.count("self-check passed: a step") == 1
 
 
-SIZES = (
-    "--context-parallel-size 4 --cp-provider attention2d --cp-grid 2x2 --bf16",
-    "--context-parallel-size 2 --cp-provider ring --dataloader-inter-document-masking",
-    "--context-parallel-size 2 --cp-linear-attention gla --bf16",
-    "--context-parallel-size 2 --cp-linear-attention rebased",
-)
-
-
 def _as_on_a_gpu() -> None:
     tokens_for = tiny_batch.tokens_for
     tiny_batch.tokens_for = lambda layout, size, *, cuda: tokens_for(layout, size, cuda=True)
@@ -52,7 +45,7 @@ def _as_on_a_gpu() -> None:
 
 @nightly
 @one_case
-@pytest.mark.parametrize("flags", SIZES)
-def test_self_check_passes_at_gpu_size(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
-    train(int(flags.split()[1]), flags, prepare=_as_on_a_gpu)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases() if "check" in case.where])
+def test_self_check_passes_at_gpu_size(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    case.start("", prepare=_as_on_a_gpu)
     assert "self-check passed" in capfd.readouterr().out

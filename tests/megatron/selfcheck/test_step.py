@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from case import Case, cases
 from feature_faults import after_slicing
 from nightly import one_case
 from state_space_kernels import STATES
@@ -21,29 +22,15 @@ from cp_plugin.testing.launch import RankError
 pytestmark = pytest.mark.usefixtures("adapter")
 
 CP = "--context-parallel-size 2 --cp-provider striped"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 STOCK = "--context-parallel-size 2 --cp-provider upstream --cp-selfcheck once"
-RUNS = {
-    "dropout": f"{CP} --deterministic-mode --hidden-dropout 0.1 {FULL}",
-    "biased experts": f"{CP} --num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
-    "--moe-router-load-balancing-type none --moe-router-bias-update-rate 0.5",
-    "balanced experts": f"{CP} --num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1",
-    "distributed optimizer": f"{CP} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-    "--optimizer adam --clip-grad 0.1",
-    "half precision": f"{CP} --fp16 --optimizer adam --initial-loss-scale 1024",
-    "prediction": f"{CP} --mtp-num-layers 1",
-    "packs": f"{CP} --dataloader-inter-document-masking",
-    "linear layers": "--context-parallel-size 2 --cp-linear-attention gla",
-    "kept attention": f"{CP} --recompute-granularity selective --recompute-modules core_attn --cp-recompute-attention",
-}
 CHECKED, OFF = "--cp-selfcheck strict --cp-check-every 1", "--cp-selfcheck off --cp-check-every 0"
 
 
 @one_case
-@pytest.mark.parametrize("name", RUNS)
-def test_the_checks_leave_nothing_behind(name: str) -> None:
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases() if "check" in case.where])
+def test_the_checks_leave_nothing_behind(case: Case) -> None:
     """With the start-up check and checks of every step, a run has the results of one without any, to the bit."""
-    checked, without = (train(2, f"{RUNS[name]} {more}", steps=3) for more in (CHECKED, OFF))
+    checked, without = (case.start(more, steps=3) for more in (CHECKED, OFF))
     assert_same_bits(checked, without)
     for one, other in zip(checked, without, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.mtp_losses, other.mtp_losses, strict=True))
