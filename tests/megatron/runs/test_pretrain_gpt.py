@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +18,26 @@ from cp_plugin.megatron.dataset import build
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
+Train = Callable[[str], subprocess.CompletedProcess[str]]
+ONE_STEP = f"{MODEL} {DATA} {SGD} --train-iters 1"
 
-def test_it_trains_on_a_real_dataset_with_forked_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> Train:
+    """``train(flags)``: the command, in a fork of this process."""
     from cp_plugin import pretrain_gpt
 
-    flags = build(tmp_path / "text", max_bytes=300_000).flags
-    training = SGD.replace("--lr 0.05", "--lr 1")
-    common = f"{MODEL} {training} --train-iters 8 --split 100,0,0 --data-cache-path {tmp_path}/cache".split()
-    words = ["--nproc", "2", *common, *flags]
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *words])
-    run = in_a_fork(pretrain_gpt.main)
+    def run(flags: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *flags.split()])
+        return in_a_fork(lambda: refusals.exit_status(pretrain_gpt.main))
+
+    return run
+
+
+def test_it_trains_on_a_real_dataset_with_forked_ranks(tmp_path: Path, train: Train) -> None:
+    flags = " ".join(build(tmp_path / "text", max_bytes=300_000).flags)
+    common = f"{MODEL} {SGD.replace('--lr 0.05', '--lr 1')} --train-iters 8 --split 100,0,0"
+    run = train(f"--nproc 2 {common} --data-cache-path {tmp_path}/cache {flags}")
     assert run.returncode == 0, run.stderr
     losses = [float(x) for x in re.findall(r"lm loss: (\S+)", run.stdout)]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
@@ -47,12 +59,8 @@ LATE = {
 
 
 @pytest.mark.parametrize("flags", LATE)
-def test_a_later_refusal_is_one_message_of_all_ranks(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin import pretrain_gpt
-
-    ranks = "" if flags == "--log-straggler" else "--nproc 2"
-    monkeypatch.setattr(sys, "argv", f"pretrain_gpt {ranks} {MODEL} {DATA} {SGD} --train-iters 1 {flags}".split())
-    run = in_a_fork(lambda: refusals.exit_status(pretrain_gpt.main))
+def test_a_later_refusal_is_one_message_of_all_ranks(flags: str, train: Train) -> None:
+    run = train(f"{'' if flags == '--log-straggler' else '--nproc 2'} {ONE_STEP} {flags}")
     assert run.returncode == refusals.STATUS
     assert run.stdout == "", "no dump of arguments"
     assert re.fullmatch(f"cp_plugin: {re.escape(LATE[flags])}.*\n", run.stderr), "once, and no traceback"
@@ -77,34 +85,25 @@ IN_SETUP = {
 
 
 @pytest.mark.parametrize(("flags", "without"), IN_SETUP)
-def test_an_error_in_the_set_up_of_megatron_is_one_line(
-    flags: str, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_set_up_of_megatron_is_one_line(flags: str, without: str, tmp_path: Path, train: Train) -> None:
     """The checkpoint's file is as a kill leaves it: Megatron would exit with status 0."""
-    from cp_plugin import pretrain_gpt
-
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
-    usual = f"{MODEL} {DATA} {SGD} --train-iters 1 --context-parallel-size 2 --cp-provider ring".replace(without, "")
-    monkeypatch.setattr(sys, "argv", f"pretrain_gpt --nproc 2 {usual} {flags}".replace("DIR", str(tmp_path)).split())
-    run = in_a_fork(lambda: refusals.exit_status(pretrain_gpt.main))
+    usual = f"{ONE_STEP} --context-parallel-size 2 --cp-provider ring".replace(without, "")
+    run = train(f"--nproc 2 {usual} {flags}".replace("DIR", str(tmp_path)))
     assert run.returncode == refusals.STATUS, run.stderr
     (line,) = [line for line in run.stderr.splitlines() if line.startswith("cp_plugin: ")]
     assert re.match(f"cp_plugin: {IN_SETUP[flags, without]}", line) and "Traceback" not in run.stderr, run.stderr
 
 
 @pytest.mark.parametrize("whose", ["a script's", "Megatron's, asked for"])
-def test_other_errors_keep_their_traceback(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin import pretrain_gpt
+def test_other_errors_keep_their_traceback(whose: str, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     from cp_plugin.megatron.models import gpt
 
-    words = f"pretrain_gpt --nproc 2 {MODEL} {DATA} {SGD} --train-iters 1"
     if whose == "a script's":
         monkeypatch.setattr(gpt, "build_model", lambda *_, **__: 1 // 0)
     else:
         monkeypatch.setenv("CP_PLUGIN_TRACEBACK", "1")
-        words += " --log-interval 0"
-    monkeypatch.setattr(sys, "argv", words.split())
-    run = in_a_fork(lambda: refusals.exit_status(pretrain_gpt.main))
+    run = train(f"--nproc 2 {ONE_STEP} {'' if whose == "a script's" else '--log-interval 0'}")
     assert run.returncode == 1 and "Traceback" in run.stderr and "ZeroDivisionError" in run.stderr, run.stderr
 
 
@@ -134,7 +133,7 @@ def test_every_listed_flag_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
 
     from cp_plugin.megatron.models import gpt
 
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *f"{MODEL} {DATA} {SGD} --train-iters 1".split()])
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *ONE_STEP.split()])
     args = arguments.parse_args()
     gpt.refuse(args)
     for flag in gpt.UNSUPPORTED:
