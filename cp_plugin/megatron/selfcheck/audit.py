@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -52,12 +52,10 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
     Raises:
         ValueError: on every rank, if any attention layer on any rank is not the plugin's.
     """
-    mine = coverage(chunks, parallel_state.get_pipeline_model_parallel_rank()), _axis_ranks()
-    everyone = gather_objects(mine)
-    found = union([one for one, _ in everyone])
+    found = union(gather_objects(coverage(chunks, parallel_state.get_pipeline_model_parallel_rank())))
     check(found)
     if dist.get_rank() == 0:
-        show(found, {axis: sorted({groups[axis] for _, groups in everyone}) for axis in mine[1]})
+        show(found)
 
 
 def union(ranks: Sequence[Coverage]) -> Coverage:
@@ -112,11 +110,8 @@ def check(found: Coverage) -> None:
         )
 
 
-def show(found: Coverage, groups: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
-    """Print the audit as a table, and warnings again below it.
-
-    groups: mesh axis of more than one rank -> ranks of each process group along it.
-    """
+def show(found: Coverage) -> None:
+    """Print the audit as a table, and warnings again below it."""
     cp, terminal = runtime.context_parallel(), sys.stdout.isatty()
     table = Table("context parallelism", f"cp_plugin {__version__}", box=box.ROUNDED if terminal else box.ASCII)
     table.columns[1].overflow = "fold"  # the name of a function is not cut
@@ -149,10 +144,6 @@ def show(found: Coverage, groups: Mapping[str, Sequence[tuple[int, ...]]]) -> No
         table.add_row("Mamba and gated delta net", f"{len(found.states)} layers, tokens in the order of the layout")
     if ahead := sum(".mtp." in name for name in layers):
         table.add_row("multi-token prediction", f"{ahead} of these layers; next tokens follow the layout")
-    for axis, lists in groups.items():
-        shown = [" ".join(map(str, ranks)) for ranks in lists[:8]]
-        more = [f"... and {len(lists) - 8} more"] if len(lists) > 8 else []
-        table.add_row(f"groups: {axis} ({len(lists[0])} ranks)", "\n".join(shown + more))
     table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")
     names = patching.installed()
     listed = "\n".join(names) if runtime.settings().verbose else f"{len(names)} functions; --cp-verbose lists them"
@@ -191,14 +182,3 @@ def _linear_kernel(options: Options, dtype: torch.dtype, chunk: torch.nn.Module)
 
 def _device(chunk: torch.nn.Module) -> torch.device:
     return next((p.device for p in chunk.parameters()), torch.device("cpu"))
-
-
-def _axis_ranks() -> dict[str, tuple[int, ...]]:
-    """Axis of either kind of attention -> ranks of this rank's group along it."""
-    found = {}
-    for kind in runtime.settings().kinds:
-        mesh = runtime.context_parallel(kind=kind).mesh
-        label = "linear " if kind == "linear" and runtime.settings().softmax else ""
-        ranks = {axis: mesh.groups[axis] for axis, n in mesh.axes.items() if n > 1}
-        found |= {f"{label}{axis}": tuple(dist.get_process_group_ranks(group)) for axis, group in ranks.items()}
-    return found
