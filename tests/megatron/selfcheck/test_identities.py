@@ -1,4 +1,7 @@
-"""Identities of attention's gradients: they hold for every provider and mask, and a wrong gradient breaks them."""
+"""Identities of attention's gradients hold for every provider and mask.
+
+A wrong gradient breaks them: ``test_planted_faults``, ``test_planted_later``.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +79,8 @@ def drawn(seed: int) -> Case:
     return Case(provider, ranks, dtype, x, call, {"gradient_dtype": "model"} if narrow else {})
 
 
-def totals(case: Case, spoil: Callable[[int, dict[str, Tensor]], None] | None = None) -> dict[str, Tensor] | None:
-    """The sums over all ranks; None for a case that the provider refuses. ``spoil`` changes a rank's gradients."""
+def totals(case: Case) -> dict[str, Tensor] | None:
+    """The sums over all ranks; None for a case that the provider refuses."""
     from cp_plugin.megatron.selfcheck.identities import sums
 
     q, k = case.tensors["q"], case.tensors["k"]
@@ -99,8 +102,6 @@ def totals(case: Case, spoil: Callable[[int, dict[str, Tensor]], None] | None = 
         except ValueError:
             return None
         grads = dict(zip("qkv", torch.autograd.grad(out, inputs, x["dout"]), strict=True)) | {"out": x["dout"]}
-        if spoil is not None:
-            spoil(mesh.index, grads)
         values = dict(zip("qkv", inputs, strict=True)) | {"out": out}
         return {name: sums(name, values[name].detach(), grads[name], x["k"].shape[:3]) for name in grads}
 
@@ -158,25 +159,3 @@ def test_clean_calls_of_all_kinds_pass() -> None:
     print({str(dtype): found for dtype, found in worst.items()})
     assert seen == {*providers.names("softmax"), *providers.names("linear")}
     assert max(found[0] for found in worst.values()) < 0.5, worst
-
-
-SPOILED: dict[str, Callable[[dict[str, Tensor]], None]] = {
-    "dv of a rank times 0.98": lambda grads: grads["v"].mul_(0.98),
-    "dk of a rank times 0.98": lambda grads: grads["k"].mul_(0.98),
-    "dq of a rank times 0.98": lambda grads: grads["q"].mul_(0.98),
-    "dv of a rank is lost": lambda grads: grads["v"].zero_(),
-    "dk in another order": lambda grads: grads["k"].copy_(grads["k"].flip(0)),
-    "one head of dv is another's": lambda grads: grads["v"][:, :, 0].copy_(grads["v"][:, :, 1].clone()),
-}
-
-
-def test_a_wrong_gradient_breaks_them() -> None:
-    """In every provider, in float32."""
-    cases = [case for seed in range(400) if (case := drawn(seed)).dtype == torch.float32]
-    for what, change in SPOILED.items():
-        found = dict.fromkeys(providers.names("softmax") + providers.names("linear"), 0)
-        for case in cases:
-            if not found[case.provider] and len(case.tensors["q"]) >= 16:
-                total = totals(case, lambda rank, grads, change=change: change(grads) if rank == 1 else None)
-                found[case.provider] += total is not None and max(apart(case, total))[0] > 1
-        assert all(found.values()), (what, found)
