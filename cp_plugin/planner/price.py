@@ -169,7 +169,7 @@ def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
         narrower = _NARROWEST if candidate.upstream and phase == "backward" else 1
         level, seconds = links.least(axis, narrower * nbytes)
         busy[phase, level] = busy.get((phase, level), 0.0) + seconds
-    computing = computes(problem, cluster)
+    computing = computes(problem, cluster, linear=setup.provider.kind == "linear")
     found = [
         max(own, *(s for (p, _), s in busy.items() if p == phase), 0.0)
         for phase, own in zip(("forward", "backward"), computing[:2], strict=True)
@@ -177,9 +177,9 @@ def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
     return Seconds(*found)
 
 
-def computes(problem: Problem, cluster: Cluster) -> Seconds:
-    """Seconds of an attention call's kernels alone, with perfectly balanced work; 0 for linear attention."""
-    if problem.decay != "none":
+def computes(problem: Problem, cluster: Cluster, *, linear: bool) -> Seconds:
+    """Estimate seconds of an attention call's kernels alone, with perfectly balanced work; 0 for linear attention."""
+    if linear:
         return Seconds(0.0, 0.0)
     n = problem.seq_length
     seen = n * n / 2 if problem.causal else n * n

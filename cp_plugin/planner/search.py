@@ -188,7 +188,9 @@ class _Search:
         shape = shapes[0]
         self.context = shape.context
         self._problems = problems_of(asked.model, shape, asked.cluster)
-        self._alone = {letter: computes(its, asked.cluster) for letter, its in self._problems.items()}
+        self._alone = {
+            letter: computes(its, asked.cluster, linear=letter == LINEAR) for letter, its in self._problems.items()
+        }
         self.main, self.problem = next(iter(self._problems.items()))
         self._fastest = self._fastest_shape()
         seconds = iteration(asked.model, self._fastest, asked.cluster, self._alone).seconds
@@ -197,9 +199,10 @@ class _Search:
 
     @cached_property
     def candidates(self) -> dict[str, list[Candidate]]:
-        """Method -> candidates that suit all kinds of softmax layers; linear ones where there is no softmax layer."""
+        """Method -> candidates that suit all kinds of softmax layers; linear ones, which stock Megatron has not, where
+        there is no softmax layer."""
         if self.main == LINEAR:
-            return {c.name: [c] for c in linear_candidates(self.problem)}
+            return {} if self.asked.allowed.refused else {c.name: [c] for c in linear_candidates(self.problem)}
         asked, softmax = self.asked, {letter: its for letter, its in self._problems.items() if letter != LINEAR}
         allowed = replace(asked.allowed, stock=asked.allowed.stock and LINEAR not in self._problems)
         first, *more = (candidates(its, asked.fp8, allowed) for its in softmax.values())

@@ -27,6 +27,7 @@ from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import LINEAR
 from cp_plugin.planner.training.parallel import RECOMPUTE
 from cp_plugin.tools import flags, output, show_plan
+from cp_plugin.tools.draw import canvas
 from cp_plugin.tools.output import new_console
 
 _GB = 1e9
@@ -59,6 +60,9 @@ _Explain = Annotated[
 ]
 _Provider = Annotated[
     str | None, typer.Option(metavar="NAME", help="with --explain: the method; default: the planner's choice")
+]
+_Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="also draw what takes each method's time: .png, .svg or .pdf")
 ]
 _Megatron = Annotated[
     list[str] | None, typer.Argument(metavar="FLAGS", help="after --: Megatron's flags, in place of --model")
@@ -162,6 +166,7 @@ def plan(
     provider: _Provider = None,
     *,
     options: Options,
+    plot: _Plot = None,
     as_json: output.AsJson = False,
     megatron: _Megatron = None,
 ) -> None:
@@ -178,6 +183,10 @@ def plan(
         *(global_batch, memory, fp8, documents),
     )
     with flags.errors_in_one_line("--context", translated=not megatron):
+        if reproduce or explain:
+            flags.refuse({"--plot": plot}, f"has no effect with --{'reproduce' if reproduce else 'explain'}")
+        if plot is not None:
+            output.check_output(plot, "picture", output.PICTURES, "--plot")
         if reproduce:
             if as_json:
                 raise ValueError("--json has no effect with --reproduce, which prints tables: leave --json out")
@@ -188,6 +197,8 @@ def plan(
         for name in [name for name in chosen if name not in _ALWAYS]:
             flags.refuse({f"--{name.replace('_', '-')}": chosen[name] and show_option(chosen[name])}, _WITHOUT)
         found = _searched(given, options, quiet=as_json)
+        if plot is not None:
+            _draw(found, plot)
 
     def printed() -> None:
         show_plan.print_plan(new_console(), found)
@@ -269,3 +280,18 @@ def _searched(given: _Given, options: Options, *, quiet: bool) -> search.Plan:
     asked = fitting(asked, given.global_batch)
     with new_console(stderr=True, quiet=quiet).status("planning") as status:
         return search.answer(asked, progress=lambda text: status.update(f"simulating {text}"))
+
+
+def _draw(plan: search.Plan, path: Path) -> None:
+    """Draw the time of an iteration and its parts, a bar for each method; ValueError if matplotlib is missing."""
+    names = [f"{one.candidate.name}\n{show_plan.sizes(one.parallel)}" for one in plan.found]
+    figure = canvas.new_figure(10, 1.5 + 0.6 * len(names))
+    axes, left = figure.subplots(), [0.0] * len(names)
+    for part in dict.fromkeys(part for one in plan.found for part, taken in one.iteration.parts.items() if taken):
+        seconds = [one.iteration.parts.get(part, 0.0) for one in plan.found]
+        axes.barh(names, seconds, left=left, label=part.replace("_", " "))
+        left = [sum(pair) for pair in zip(left, seconds, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of an iteration, predicted")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    canvas.save(figure, path)

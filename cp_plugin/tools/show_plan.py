@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -39,19 +39,37 @@ def print_plan(console: Console, plan: Plan) -> None:
     by_shape: dict[str, list[Priced]] = {}
     for one in plan.found:
         by_shape.setdefault(sizes(one.parallel), []).append(one)
+    same: list[str] = []
     for which, some in by_shape.items():
-        rows = [(_cells(plan, one, some[0]), "bold" if one is best else "") for one in some]
+        every = fold(some)
+        rows = [(_cells(plan, alike, some[0]), "bold" if best in alike else "") for alike in every]
+        names = [[one.candidate.name for one in alike] for alike in every if len(alike) > 1]
+        same += [f"within 1 % of {first}: {', '.join(others)}" for first, *others in names]
         print_table(console, f"{which}, {recomputes(some[0].parallel)}", _COLUMNS, rows)
     terms = (
         "takes: time of one iteration; x best: relative to the fastest; sends: by one device, in one layer's attention"
     )
     off = legend(p.provider for p in plan.found)
     said = filter(None, (kernel_time.assumed(plan.asked.cluster.device), NOT_SEARCHED if plan.asked.free else ""))
-    print_lines(console, terms, off, *said, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
+    print_lines(console, terms, *same, off, *said, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     console.print()
     print_flags(console, "flags:", flags(best))
     console.print()
     print_lines(console, *why(plan))
+
+
+def fold(some: Sequence[Priced]) -> list[list[Priced]]:
+    """Join rows of a parallel shape: of our methods, those within 1 % of the first of a row."""
+    rows: list[list[Priced]] = []
+    for one in some:
+        first = rows[-1][0] if rows else one
+        near = abs(one.iteration.seconds / first.iteration.seconds - 1) <= 0.01
+        alike = recomputes(one.parallel) == recomputes(first.parallel)
+        if rows and near and alike and not (one.candidate.upstream or first.candidate.upstream):
+            rows[-1].append(one)
+        else:
+            rows.append([one])
+    return rows
 
 
 def stock_rules(plan: Plan) -> Iterator[str]:
@@ -203,13 +221,14 @@ def _method(plan: Plan, priced: Priced) -> dict[str, Any]:
     }
 
 
-def _cells(plan: Plan, priced: Priced, first: Priced) -> tuple[str, ...]:
-    """A row of a table whose first row is ``first``."""
+def _cells(plan: Plan, alike: Sequence[Priced], first: Priced) -> tuple[str, ...]:
+    """Return a row, for methods within 1 % of its first one, of a table whose first row is ``first``."""
+    priced = alike[0]
     again, seconds = recomputes(priced.parallel), priced.iteration.seconds
     number = plan.found.index(priced)
     ties = plan.tied > 1 and number < plan.tied
     return (
-        priced.candidate.name,
+        priced.candidate.name + (f" and {len(alike) - 1} more" if len(alike) > 1 else ""),
         settings(priced.candidate.setup) + (f", {again}" if again != recomputes(first.parallel) else ""),
         show_seconds(seconds),
         ("tie" if number else "tie, simplest") if ties else f"{seconds / plan.fastest:.2f}x",
