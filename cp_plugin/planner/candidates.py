@@ -131,8 +131,7 @@ def candidates(
 def linear_candidates(problem: Problem) -> list[Candidate]:
     """Candidates for linear attention, with or without decay."""
     names = [name for name in providers.names("linear") if name not in _BASELINES]
-    first = {name: _layouts(providers.get(name), problem, ALL)[0] for name in names}
-    return [c for name, layout in first.items() for c in _supported(name, problem, [Options(layout=layout)])]
+    return [c for n in names for c in _supported(n, problem, _options(providers.get(n), problem, (None,), ALL))]
 
 
 def refusals(problem: Problem) -> Mapping[str, str]:
@@ -180,15 +179,15 @@ def _supported(name: str, problem: Problem, options: Iterator[Options] | Sequenc
 def _options(provider: Provider, problem: Problem, fp8: Sequence[Fp8 | None], allowed: Allowed) -> Iterator[Options]:
     """The major options: layout, head axis, FP8 and grid. The provider resolves the rest."""
     made = without_sums(provider, allowed.options)
-    sends = fp8 if made.fp8 is None else [made.fp8]
+    sends: Sequence[Fp8 | None] = [None] if provider.kind != "softmax" else [made.fp8] if made.fp8 is not None else fp8
     axes = [made.head_parallel] if made.head_parallel is not None else _axes(provider, problem)
     possible = _layouts(provider, problem, allowed)
     tried = [name for name in possible if name in (possible[0], DOCUMENTS.name)]
-    every_option = providers.registry().options.values()
-    spanned = {o: getattr(made, o) for o in every_option if o.every is not None and o in provider.options}
     for layout, shared, sent in itertools.product(tried, axes, sends):
         ranks = problem.size // (shared or 1)
-        every = (option.every(ranks) if x is None else [x] for option, x in spanned.items())
+        spanned = [o for o in providers.registry().options.values() if o.every is not None and o in provider.options]
+        chosen = [getattr(made, option) for option in spanned]
+        every = (option.every(ranks) if x is None else [x] for option, x in zip(spanned, chosen, strict=True))
         for values in itertools.product(*every):
             own = dict(zip(spanned, values, strict=True))
             yield replace(made, layout=layout, head_parallel=shared, fp8=sent, **own)
@@ -208,6 +207,8 @@ def _layouts(provider: Provider, problem: Problem, allowed: Allowed) -> list[str
 
 def _axes(provider: Provider, problem: Problem) -> list[int | None]:
     """Head-axis sizes in front of a provider; none where it divides the heads itself."""
+    if provider.kind == "linear":
+        return [None]
     alone = settled_or_reason(provider, problem, Options(head_parallel=1)).reason
     if alone is not None and "divides the heads" in alone:
         return [None]

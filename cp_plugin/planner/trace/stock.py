@@ -13,9 +13,10 @@ keys and values in the model's dtype. Its all-gather is traced here in Transform
                dk and dv into the ranks' order, a pass each; scatter dk, wait, scatter dv, wait
 
 A window shortens the slices, never the gathers, the reorderings and the scatters. Packed documents (``thd``) take no
-slices: both chunks' dk and dv are as long as the pack, and each call first zeroes whatever it will write. Kernels'
-rates were measured with as many keys as queries, so sums over query heads are counted for the keys beyond. Assumed in
-stock's favour: the chunks' kernels, on two streams, fill the device as one would.
+slices: both chunks' dk and dv are as long as the pack, and each call first zeroes whatever it will write. Kernels run
+in order, as everywhere in the planner. Their rates were measured with as many keys as queries, so sums over query heads
+are counted for the keys beyond. Assumed in stock's favour: the chunks' kernels, on two streams, fill the device as one
+would.
 """
 
 from __future__ import annotations
