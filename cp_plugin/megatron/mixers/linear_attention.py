@@ -163,7 +163,6 @@ _FORWARD_AND_BACKWARD = 3
     "megatron.training.training:num_floating_point_operations",
     "floating point operations of linear layers",
     "args batch_size",
-    called_by="the training loop",
     otherwise="the logged throughput would be that of quadratic attention",
     when=lambda run: run.settings.linear is not None,
 )
@@ -176,7 +175,7 @@ def replace_num_floating_point_operations(call: Call) -> float:
     tokens = batch * args.seq_length if tokens is None else tokens
     squares = batch * args.seq_length**2 if squares is None else squares
     softmax = 2 * args.num_attention_heads * args.kv_channels * squares  # two products, half of them masked
-    layers = linear.layers(args.num_layers)
+    layers = sum(map(linear.has, range(1, args.num_layers + 1)))
     return call.original() + _FORWARD_AND_BACKWARD * layers * (tokens * count_operations(args, linear) - softmax)
 
 
