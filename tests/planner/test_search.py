@@ -278,7 +278,7 @@ def test_a_window_is_bounded_by_what_it_shows(window: Window, causal: bool) -> N
 
 
 def test_linear_layers_alone() -> None:
-    """Each method once, none below its bound; lasp1 passes one state on: its busiest rank sends what the formula says."""
+    """Each method once, none below its bound. lasp1 passes one state on: its busiest rank sends its formula."""
     layers = replace(LLAMA, attention_pattern="L", linear="basic")
     every = answer(replace(ASKED, model=layers), hopeless=math.inf).found
     names = [one.candidate.name for one in every]
