@@ -12,12 +12,10 @@ from types import FrameType
 
 import torch.distributed as dist
 
-KINDS = (AssertionError, ValueError, RuntimeError, ImportError, OSError)
-"""What the validation raises on purpose, or a library that it calls with the flags' values."""
+CRASHES = (ArithmeticError, LookupError, AttributeError, TypeError)
+"""What the validation raises by mistake, such as a division by a size of 0."""
 _ON_PURPOSE = ("raise", "assert")
 _WORDS = 3  # characters of the shortest meaningful message
-CRASHES = (ArithmeticError, LookupError, AttributeError, TypeError)
-"""And what it raises by mistake, such as a division by a size of 0."""
 _PASSING_ON = ("cp_plugin.megatron.patches.patching", "cp_plugin.megatron.cpu.cuda_surface")
 """Our modules that call what Megatron would call without them."""
 WHOLE = "CP_PLUGIN_TRACEBACK"
@@ -26,25 +24,20 @@ _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", 
 
 
 def reason(error: BaseException, args: argparse.Namespace | None = None, said: str | None = None) -> str:
-    """Megatron's message, or the line that stops; after the flags that this line, or the nearest caller's, reads.
+    """The flags that the line that stops, or the nearest caller's, reads; that line if the message is not enough; both.
 
-    args, said: where their values are, if known; a summary of its message, for all of it.
+    args, said: where the flags' values are, if known; a summary of the message, for all of it.
     """
     frame, number = stopped(error) or [*traceback.walk_tb(error.__traceback__)][-1]
-    said = " ".join((str(error) if said is None else said).split())
+    said = " ".join((str(error) if said is None else said).split()).rstrip(".")
     line = linecache.getline(frame.f_code.co_filename, number).strip().rstrip("\\ ")
     bare = len(said) < _WORDS or isinstance(error, CRASHES) or not line.startswith(_ON_PURPOSE)
-    why = said
+    parts = [flags_read(error, args, ("megatron.", "cp_plugin.megatron.")) if bare or args else "", said]
     if bare:
         numbers = {name: frame.f_locals.get(name) for name in re.findall(r"(?<![.\w])[a-z_]\w*", line)}
         values = [f"{name} = {value}" for name, value in numbers.items() if type(value) in (int, float)]
-        at = f"{line} with {', '.join(values)}" if values else line
-        who = "Megatron" if _owner(frame) == "megatron" else "the plugin"
-        why = f"{who} stops at: {at} ({_place(frame, number)}): {said}".rstrip(": ")
-    if args is None and not bare:
-        return said
-    flags = flags_read(error, args, ("megatron.", "cp_plugin.megatron."))
-    return f"{flags}: {why}" if flags else why
+        parts.insert(1, f"stops at {line} with {', '.join(values)}" if values else f"stops at {line}")
+    return f"{': '.join(filter(None, parts))} ({os.path.basename(frame.f_code.co_filename)}:{number})"
 
 
 def flags_read(error: BaseException, args: object, package: str | tuple[str, ...]) -> str:
@@ -54,19 +47,6 @@ def flags_read(error: BaseException, args: object, package: str | tuple[str, ...
         if found and frame.f_globals.get("__name__", "").startswith(package):
             return ", ".join(_shown(name, getattr(args, name, None) if args else True) for name in dict.fromkeys(found))
     return ""
-
-
-def setup_error(error: BaseException, args: argparse.Namespace | None, doing: str, said: str) -> str | None:
-    """An error of Megatron's own set-up in one line; None for all others, which need their traceback."""
-    found = stopped(error)
-    if found is None or os.environ.get(WHOLE):
-        return None
-    why, place = reason(error, args, said).replace("Megatron stops at: ", "at "), _place(*found)
-    others = [place for place in traceback.walk_tb(error.__traceback__) if _owner(place[0]) == "other"]
-    called = "".join(f", called in {_place(*place)}" for place in others[-1:])
-    cause = f", from {type(error.__cause__).__name__}: {error.__cause__}" if error.__cause__ else ""
-    where = "" if place in why else f" ({place})"
-    return f"Megatron fails ({doing}): {why.rstrip('.')}{where}{cause}{called}. {WHOLE}=1 shows the traceback"
 
 
 def stopped(error: BaseException) -> tuple[FrameType, int] | None:
@@ -90,10 +70,6 @@ def _owner(frame: FrameType) -> str:
     if module == "torch.distributed.distributed_c10d":
         return "collective"
     return "library" if module.startswith(_PASSING_ON) or file.startswith(("<", *_LIBRARIES)) else "other"
-
-
-def _place(frame: FrameType, number: int) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{number}"
 
 
 def _shown(name: str, value: object) -> str:

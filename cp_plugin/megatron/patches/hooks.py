@@ -193,7 +193,7 @@ def _validate_args(call: Call) -> argparse.Namespace:
         try:
             with validation(call["args"]):
                 return call.original()
-        except (*stops.KINDS, *stops.CRASHES) as error:
+        except Exception as error:
             if refusals.message_of(error) is not None:
                 raise
             raise ValueError(stops.reason(error, call["args"])) from error

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from cp_plugin.engine.common import refusals
 from cp_plugin.engine.common.versions import require_megatron
 from cp_plugin.megatron.flags import early, stops
 from cp_plugin.megatron.flags.args import Settings
@@ -64,8 +65,8 @@ def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Setti
             return use(*_validated(flags))
         except SystemExit:
             return ValueError(out.getvalue().strip().rpartition("\n")[2] or "Megatron exits")
-        except (*stops.KINDS, *stops.CRASHES) as error:
-            return ValueError(stops.reason(error))
+        except Exception as error:
+            return ValueError(refusals.message_of(error) or stops.reason(error))
 
 
 def _validated(flags: list[str]) -> tuple[argparse.Namespace, Settings]:

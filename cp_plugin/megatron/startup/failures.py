@@ -91,7 +91,11 @@ def told() -> Iterator[None]:
             raise
         frames = [f for e in dict.fromkeys((raised, error)) for f, _ in traceback.walk_tb(e.__traceback__)]
         doing = ", ".join(_place(frames)[:2] if finished_steps() is None else ["the first step", *_place(frames)[1:2]])
-        said = None if finished_steps() else stops.setup_error(error, global_vars._GLOBAL_ARGS, doing, summary(error))
+        said = None
+        if not finished_steps() and stops.stopped(error) and not os.environ.get(stops.WHOLE):
+            why = stops.reason(error, global_vars._GLOBAL_ARGS, summary(error))
+            cause = f", from {type(error.__cause__).__name__}: {error.__cause__}" if error.__cause__ else ""
+            said = f"Megatron fails ({doing}): {why}{cause}. {stops.WHOLE}=1 shows the traceback"
         if STATE.alarm is not None:
             story = described(error)
             with _sigterm_waits():  # torchrun kills the others as soon as one has failed

@@ -50,7 +50,7 @@ LATE = {
     "no": "no: belongs to no flag; flags begin with --",
     "--tokenizer-type Nul": "--tokenizer-type Nul: ",
     "--lr fast": "--lr fast: write a number",
-    "--bf16 --fp16": "--bf16: Megatron stops at: assert not args.bf16 (arguments.py:",
+    "--bf16 --fp16": "--bf16: stops at assert not args.bf16 (arguments.py:",
     "--use-megatron-fsdp --use-distributed-optimizer": "--ckpt-format torch_dist: Megatron-FSDP requires",
     "--context-parallel-size 2 --cp-provider ring --cp-layout zigzag --seq-length 62": "--seq-length 62 cannot be ",
     "--context-parallel-size 2 --cp-provider ring --cp-backend te": "--cp-backend te cannot run here",
@@ -67,19 +67,19 @@ def test_a_later_refusal_is_one_message_of_all_ranks(flags: str, train: Train) -
 
 
 IN_SETUP = {
-    ("--num-experts 4 --moe-router-topk 8", ""): r"Megatron fails \(the first step.*\): at .* with topk = 8",
+    ("--num-experts 4 --moe-router-topk 8", ""): r"Megatron fails \(the first step.*\): stops at .* with topk = 8",
     (
         "--te-precision-config-file none",
         "",
-    ): r"Megatron fails \(.*\): --te-precision-config-file none: at .*No such file",
-    ("--log-interval 0", ""): r"Megatron fails \(the first step, logging\): --log-interval 0: at if",
-    ("", "--eval-interval 1000"): r"Megatron fails \(building the datasets\): .*, --eval-interval \(not given\): at ",
+    ): r"Megatron fails \(.*\): --te-precision-config-file none: stops at .*No such file",
+    ("--log-interval 0", ""): r"Megatron fails \(the first step, logging\): --log-interval 0: stops at if",
+    ("", "--eval-interval 1000"): r"Megatron fails \(building the datasets\): .*, --eval-interval \(not given\): ",
     ("", "--mock-data"): "there is no data to train on: add --data-path PREFIX, or --mock-data",
     (
         "--data-path /no",
         "--mock-data",
     ): r"Megatron fails \(building the datasets\): .* prefix /no \(indexed_dataset.py:",
-    ("--load DIR", ""): r"Megatron fails \(reading a checkpoint\): at iteration = .*: ValueError: invalid literal",
+    ("--load DIR", ""): r"Megatron fails \(reading a checkpoint\): stops at .*: ValueError: invalid literal",
 }
 """Flags, and those left out -> what stops a run after the flags are valid."""
 
@@ -125,7 +125,7 @@ def test_whose_error_it_is(module: str, error: Exception, named: bool) -> None:
     exec(compile("def f():\n    raise error", "/some/where.py", "exec"), names)
     with pytest.raises(RuntimeError) as raised:
         names["f"]()  # type: ignore[operator]
-    assert (stops.setup_error(raised.value, None, "start", str(error)) is not None) == named
+    assert (stops.stopped(raised.value) is not None) == named
 
 
 def test_every_listed_flag_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
