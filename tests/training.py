@@ -68,6 +68,8 @@ class Record:
     """(phase, mesh axis) -> bytes sent in step 1, by the ledger; empty without a provider."""
     formula: dict[tuple[str, str], int] = field(default_factory=dict)
     """The same by the provider's closed formula."""
+    result: Any = None
+    """What ``train``'s ``ask`` returned."""
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -75,7 +77,7 @@ class Record:
         return tuple(self.coordinates[axis] for axis in ("tp", "pp", "dp"))
 
 
-def record_into(record: Record) -> None:
+def record_into(record: Record, ask: Callable[[torch.nn.Module], Any] | None = None) -> None:
     """Fill ``record`` during the training of this process; call it beforehand, once Megatron can be imported."""
     from megatron.core.transformer import multi_token_prediction
     from megatron.training import training
@@ -88,6 +90,7 @@ def record_into(record: Record) -> None:
         if first:
             record.coordinates = _coordinates()
             record.weights = {n: _copy(p) for n, p in _parameters(model)}
+            record.result = ask(model[0]) if ask is not None else None
         result = step(forward_step_func, data_iterator, model, *args, **kwargs)
         if first:
             record.grads = {n: _copy(p.main_grad) for n, p in _parameters(model)}
@@ -149,10 +152,14 @@ def _copy(x: Tensor) -> Tensor:
     return x.detach().to("cpu", copy=True)
 
 
-def run(script: str | None, main: Callable[[], object] | None = None) -> Record:
-    """Train in this process, by sys.argv, with ``script``, ``main`` or the plugin's own loop."""
+def run(
+    script: str | None,
+    main: Callable[[], object] | None = None,
+    ask: Callable[[torch.nn.Module], Any] | None = None,
+) -> Record:
+    """Train in this process, by sys.argv, with ``script``, ``main`` or the plugin's own loop; ask: as ``train``'s."""
     record = Record()
-    record_into(record)
+    record_into(record, ask)
     if script is not None:
         sys.path.insert(0, os.path.dirname(script))
         runpy.run_path(script, run_name="__main__")
@@ -197,6 +204,7 @@ def train(
     modules: Sequence[str] | None = (),
     prepare: Callable[[], None] | None = None,
     before: Callable[[], None] | None = None,
+    ask: Callable[[torch.nn.Module], Any] | None = None,
 ) -> list[Record]:
     """Train on ``ranks`` forked processes with the plugin active, and return every rank's record.
 
@@ -205,6 +213,7 @@ def train(
     documents, modules: see ``stand_in``; None: a hybrid model's kernels are not stood in for, either.
     prepare: called on every rank when the provider's patches are in place, before anything uses them.
     before: called on every rank first of all.
+    ask: called on every rank with the model before the first step, for its record's ``result``.
     """
     if HYBRID in f"{model} {flags}":
         model = model.replace("--num-layers 2 ", "")
@@ -213,41 +222,31 @@ def train(
         model = model.replace("--group-query-attention --num-query-groups 2 ", "")
     words = f"{model} {DATA} {training} --train-iters {steps} {flags}".split()
 
-    def begin() -> None:
-        stand_in(documents, modules or ())
-        if prepare is not None:
-            prepare()
+    def rank() -> Record:
+        if before is not None:
+            before()
+        own = rank_flags[int(os.environ["RANK"])].split() if rank_flags is not None else []
+        from cp_plugin.megatron import activate
 
-    records = run_ranks(_train_rank, ranks, args=(words, rank_flags, begin, before), timeout=timeout)
+        sys.argv = ["pretrain_gpt.py", *words, *own]
+        activate()
+        from cp_plugin import pretrain_gpt
+        from cp_plugin.megatron.patches import hooks
+
+        start = hooks.start
+
+        def start_and_prepare(*settings: Any) -> None:
+            start(*settings)
+            stand_in(documents, modules or ())
+            if prepare is not None:
+                prepare()
+
+        hooks.start = start_and_prepare
+        return run(SCRIPT, pretrain_gpt.main, ask)
+
+    records = run_ranks(rank, ranks, timeout=timeout)
     assert all(isinstance(record, Record) for record in records), "a rank left early"
     return records
-
-
-def _train_rank(
-    words: list[str],
-    rank_flags: Sequence[str] | None,
-    prepare: Callable[[], None],
-    before: Callable[[], None] | None,
-) -> Record:
-    if before is not None:
-        before()
-    if rank_flags is not None:
-        words = [*words, *rank_flags[int(os.environ["RANK"])].split()]
-    from cp_plugin.megatron import activate
-
-    sys.argv = ["pretrain_gpt.py", *words]
-    activate()
-    from cp_plugin import pretrain_gpt
-    from cp_plugin.megatron.patches import hooks
-
-    start = hooks.start
-
-    def start_and_prepare(*settings: Any) -> None:
-        start(*settings)
-        prepare()
-
-    hooks.start = start_and_prepare
-    return run(SCRIPT, pretrain_gpt.main)
 
 
 stock = functools.cache(train)

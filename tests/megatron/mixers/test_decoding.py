@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import runpy
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
-import scripts
-import textbook
 import torch
 from nightly import NIGHT, nightly, one_case
 from torch import Tensor
-from training import DATA, MODEL, SGD
+from training import LATENT, MODEL, train
 
 from cp_plugin.engine.linear.variants import variants
 from cp_plugin.engine.methods import registry as providers
-from cp_plugin.testing.launch import run_ranks
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -54,41 +48,15 @@ EIGHT_HEADS = {
 """Of keys, or of latent attention, for head axes of up to eight ranks."""
 
 
-def with_model(check: Any, flags: str, ranks: int = 1, prepare: Callable[[], None] = lambda: None) -> list[Any]:
-    """Start a training, and call ``check`` with the model instead of the first step.
-
-    prepare: called on every rank once Megatron can be imported.
-    """
-    words = f"{LAYERS} {DATA} {SGD} --train-iters 1 {flags}"
-    if "TIED" in words:
-        words = words.replace("TIED", "").replace("--untie-embeddings-and-output-weights", "")
-    if "--multi-latent-attention" in words:
-        words = words.replace("--group-query-attention --num-query-groups 2", "")
-
-    def rank() -> Any:
-        from cp_plugin.megatron import activate
-
-        found = []
-        sys.argv = ["pretrain_gpt.py", *words.replace("CAPPED", "").split()]
-        activate()
-        if "CAPPED" in flags:
-            scripts.cap_scores()
-        from megatron.training import training
-
-        if "--multi-latent-attention" in words and "--cp-provider" not in words:
-            textbook.install()
-        prepare()
-
-        def train_step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            found.append(check(model[0]))
-            raise SystemExit(0)
-
-        training.train_step = train_step
-        with contextlib.suppress(SystemExit):
-            runpy.run_module("cp_plugin.pretrain_gpt", run_name="__main__", alter_sys=True)
-        return found[0]
-
-    return run_ranks(rank, ranks, timeout=300)
+def with_model(ask: Any, flags: str, ranks: int = 1, prepare: Callable[[], None] | None = None) -> list[Any]:
+    """Return what ``ask`` tells of a model of four layers on every rank (``training.train``)."""
+    modules = ["scripts:cap_scores"] if "CAPPED" in flags else []
+    if LATENT in flags and "--cp-provider" not in flags:
+        modules.append("textbook")
+    model = LAYERS.replace("--untie-embeddings-and-output-weights ", "") if "TIED" in flags else LAYERS
+    words = flags.replace("CAPPED", "").replace("TIED", "")
+    records = train(ranks, words, model=model, modules=modules, prepare=prepare, ask=ask)
+    return [record.result for record in records]
 
 
 def text(batch: int = 2) -> Tensor:
