@@ -86,3 +86,11 @@ def test_it_has_no_parameters_and_loads_what_transformer_engine_saved(ring: None
 def test_a_context_parallel_layer_needs_a_group(ring: None) -> None:
     with pytest.raises(ValueError, match="its pg_collection has no cp group"):
         _module(_config(context_parallel_size=2), pg_collection=SimpleNamespace(cp=None))
+
+
+def test_a_softmax_offset_counts_once_in_the_norm_of_gradients(adapter: None) -> None:
+    """Taken for replicas, those of tensor-parallel ranks were clipped wrongly (Megatron 7452)."""
+    from cp_plugin.megatron.mixers import core_attention as attention
+
+    offset = attention._softmax_offset(_config(softmax_type="learnable", use_cpu_initialization=True))
+    assert isinstance(offset, torch.nn.Parameter) and offset.tensor_model_parallel is True
