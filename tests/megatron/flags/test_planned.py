@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,32 +226,27 @@ def tables(size: int) -> int:
     return 4 * TOKENS // 2 * size * 2
 
 
-def watch(path: Path) -> Callable[[], None]:
-    """Write the bytes of all non-parameter storages that the first forward saves to a file."""
+def saved_bytes(model: torch.nn.Module) -> list[int]:
+    """Bytes of all non-parameter storages that each forward saves; to be asked of a training."""
+    from megatron.core.models.gpt import GPTModel
 
-    def prepare() -> None:
-        from megatron.core.models.gpt import GPTModel
+    original, saved = GPTModel.forward, []
 
-        original = GPTModel.forward
+    def forward(self: torch.nn.Module, *args: object, **kwargs: object) -> torch.Tensor:
+        weights = {p.untyped_storage().data_ptr() for p in self.parameters()}
+        kept: dict[int, torch.Tensor] = {}
 
-        def forward(self: torch.nn.Module, *args: object, **kwargs: object) -> torch.Tensor:
-            weights = {p.untyped_storage().data_ptr() for p in self.parameters()}
-            kept: dict[int, torch.Tensor] = {}
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            return tensor
 
-            def pack(tensor: torch.Tensor) -> torch.Tensor:
-                kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-                return tensor
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = original(self, *args, **kwargs)
+        saved.append(sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in weights))
+        return result
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                result = original(self, *args, **kwargs)
-            sizes = [t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in weights]
-            if os.environ["RANK"] == "0" and not path.exists():
-                path.write_text(str(sum(sizes)))
-            return result
-
-        GPTModel.forward = forward
-
-    return prepare
+    GPTModel.forward = forward
+    return saved
 
 
 @one_case
@@ -287,7 +279,7 @@ def watch(path: Path) -> Callable[[], None]:
     ids=["grouped", "latent", "experts"],
 )
 def test_saved_activations_of_a_layer(
-    model: str, flags: str, ranks: int, beyond: int, uncounted: int, tmp_path: Path, adapter: None
+    model: str, flags: str, ranks: int, beyond: int, uncounted: int, adapter: None
 ) -> None:
     """What autograd saves of Megatron's own layers.
 
@@ -297,9 +289,9 @@ def test_saved_activations_of_a_layer(
     """
     measured = []
     for layers in (1, 2):
-        path, words = tmp_path / str(layers), f"{OF_A_LAYER} {model} --num-layers {layers}"
-        training.train(ranks, f"{flags} {PLUGIN}", model=words, prepare=watch(path))
-        measured.append(int(path.read_text()))
+        words = f"{OF_A_LAYER} {model} --num-layers {layers}"
+        first, *_ = training.train(ranks, f"{flags} {PLUGIN}", model=words, ask=saved_bytes)
+        measured.append(first.result[0])
     command = f"{words} {training.DATA} {training.SGD} --train-iters 1 {flags} {PLUGIN}"
     found, parallel = planned.question(command.split(), ranks)[:2]
     counted = activations.whole(found, parallel, 0) + beyond

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,57 +44,50 @@ def test_every_flag_of_delayed_scaling_reaches_a_layer(monkeypatch: pytest.Monke
     assert fp8_scaling.make_scaling(config) is None
 
 
-def keep_histories(where: Path, *faults: Callable[[], None]) -> Callable[[], None]:
-    """A ``prepare`` that plants faults, and saves all layers' histories before and after each iteration's update.
+def histories(model: torch.nn.Module) -> list[Tensor]:
+    """All layers' histories before and after each iteration's update; to be asked of a training.
 
     Shape: ``[layers, iterations + 1, roles]``; the last row is what scales are taken from.
     """
+    from cp_plugin.megatron.mixers import fp8_scaling as scaling
+    from cp_plugin.megatron.state import STATE
 
-    def prepare() -> None:
-        from cp_plugin.megatron.mixers import fp8_scaling as scaling
-        from cp_plugin.megatron.state import STATE
+    update, kept = scaling.update, []
 
-        for fault in faults:
-            fault()
-        update, kept = scaling.update, []
+    def keeping(chunks: Sequence[torch.nn.Module]) -> None:
+        if STATE.trial:  # the self-check's step has scales of its own
+            return update(chunks)
+        found = [m.scaling for c in chunks for m in c.modules() if isinstance(getattr(m, "scaling", None), Delayed)]
 
-        def keeping(chunks: Sequence[torch.nn.Module]) -> None:
-            if STATE.trial:  # the self-check's step has scales of its own
-                return update(chunks)
-            found = [m.scaling for c in chunks for m in c.modules() if isinstance(getattr(m, "scaling", None), Delayed)]
+        def remembered() -> Tensor:
+            return torch.stack([torch.cat((s.history, s._known.unsqueeze(0))) for s in found])
 
-            def remembered() -> Tensor:
-                return torch.stack([torch.cat((s.history, s._known.unsqueeze(0))) for s in found])
+        kept.append(remembered())
+        update(chunks)
+        kept.append(remembered())
 
-            kept.append(remembered())
-            update(chunks)
-            kept.append(remembered())
-            torch.save(kept, where / f"{os.environ['RANK']}.pt")
-
-        scaling.update = keeping
-
-    return prepare
+    scaling.update = keeping
+    return kept
 
 
-def histories(where: Path, ranks: int) -> list[list[Tensor]]:
-    return [torch.load(where / f"{rank}.pt") for rank in range(ranks)]
+def kept(ranks: int, flags: str, **more: Any) -> list[list[Tensor]]:
+    """The histories of every rank."""
+    return [record.result for record in train(ranks, flags, ask=histories, **more)]
 
 
 @nightly
-def test_delayed_scales_are_those_of_all_ranks_of_megatrons_group(tmp_path: Path) -> None:
+def test_delayed_scales_are_those_of_all_ranks_of_megatrons_group() -> None:
     """CP 4, TP 2: every rank gets the maximum over all ranks; without the reduction each keeps its own."""
     flags = f"{DELAYED} --context-parallel-size 4 --tensor-model-parallel-size 2"
-    (tmp_path / "alone").mkdir()
-    got = train(8, flags, steps=2, prepare=keep_histories(tmp_path))
+    got = train(8, flags, steps=2, ask=histories)
     compare(got, stock(2, f"{BF16} --tensor-model-parallel-size 2", steps=2), steps=2, limits=(2e-4, 2e-4, 0.15))
-    together = histories(tmp_path, 8)
+    together = [record.result for record in got]
     before, first, still, second = together[0]
     assert before.shape == (2, 4, 7) and not before.any(), "the self-check leaves nothing behind"
     assert torch.equal(first, still) and (second[:, :2] > 0).all() and not second[:, 2].any()
     assert torch.equal(second[:, 1], first[:, 0]) and torch.equal(second[:, 3], second.amax(1))
     assert all(torch.equal(a, b) for rank in together for a, b in zip(rank, together[0], strict=True))
-    train(8, flags, prepare=keep_histories(tmp_path / "alone", _no_reduction))
-    apart = [rank[1][:, 0] for rank in histories(tmp_path / "alone", 8)]
+    apart = [rank[1][:, 0] for rank in kept(8, flags, prepare=_no_reduction)]
     assert len({tuple(rank[0].tolist()) for rank in apart}) == 8, "every rank has its own"
     assert torch.equal(torch.stack(apart).amax(0), first[:, 0])
 
@@ -107,11 +99,10 @@ def _no_reduction() -> None:
     scaling.update = lambda scalings, group, device: update(scalings, None, device)
 
 
-def test_only_the_tensor_and_context_parallel_ranks_if_megatron_says_so(tmp_path: Path) -> None:
+def test_only_the_tensor_and_context_parallel_ranks_if_megatron_says_so() -> None:
     """Two data-parallel replicas of CP 2; ``tp_only_amax_red`` has no flag."""
     flags = f"{DELAYED} --context-parallel-size 2 --micro-batch-size 1"
-    train(4, flags, prepare=keep_histories(tmp_path, _tp_only))
-    first, second, third, fourth = (rank[1] for rank in histories(tmp_path, 4))
+    first, second, third, fourth = (rank[1] for rank in kept(4, flags, prepare=_tp_only))
     assert torch.equal(first, second) and torch.equal(third, fourth) and not torch.equal(first, third)
 
 
@@ -123,10 +114,9 @@ def _tp_only() -> None:
 
 @one_case
 @pytest.mark.parametrize("recipe", ["", "--fp8-format hybrid --fp8-recipe tensorwise"])
-def test_current_scaling_remembers_what_only_the_kernel_knows(tmp_path: Path, recipe: str) -> None:
+def test_current_scaling_remembers_what_only_the_kernel_knows(recipe: str) -> None:
     flags = f"{COMPUTE} --context-parallel-size 2 --micro-batch-size 1 {recipe}"
-    train(4, flags, prepare=keep_histories(tmp_path, _only_in_backward))
-    first, *others = (rank[1] for rank in histories(tmp_path, 4))
+    first, *others = (rank[1] for rank in kept(4, flags, prepare=_only_in_backward))
     assert first.shape == (2, 2, 7) and (first > 0).all()
     assert all(torch.equal(first, other) for other in others), "over data-parallel ranks, too"
 
@@ -144,7 +134,7 @@ def _only_in_backward() -> None:
 
 
 @nightly
-def test_evaluation_is_not_remembered_and_recomputation_changes_nothing(tmp_path: Path) -> None:
+def test_evaluation_is_not_remembered_and_recomputation_changes_nothing() -> None:
     flags = f"{COMPUTE} --context-parallel-size 2"  # Megatron recomputes its own FP8 layers on CUDA only
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     runs = {
@@ -152,13 +142,9 @@ def test_evaluation_is_not_remembered_and_recomputation_changes_nothing(tmp_path
         "once": f"{full} --eval-iters 1 --eval-interval 1",
         "twice": f"{full} --cp-recompute-attention",
     }
-    found, losses = {}, {}
-    for name, more in runs.items():
-        (tmp_path / name).mkdir()
-        losses[name] = train(2, f"{flags} {more}", steps=2, prepare=keep_histories(tmp_path / name))[0].losses
-        found[name] = histories(tmp_path / name, 2)[0][-1]
-    assert all(torch.equal(history, found["plain"]) for history in found.values()), found
-    assert all(loss == losses["plain"] for loss in losses.values()), losses
+    found = {name: train(2, f"{flags} {more}", steps=2, ask=histories)[0] for name, more in runs.items()}
+    assert all(torch.equal(record.result[-1], found["plain"].result[-1]) for record in found.values()), found
+    assert all(record.losses == found["plain"].losses for record in found.values()), found
 
 
 @nightly
@@ -169,19 +155,19 @@ def test_histories_in_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[s
     save = f"--save {tmp_path} --save-interval"
     shorter = DELAYED.replace("history-len 3", "history-len 2")
 
-    def run(ranks: int, flags: str, steps: int) -> tuple[list[Tensor], bool]:
-        """Histories of rank 0, and whether it was told that they start anew."""
-        train(ranks, flags, steps=steps, prepare=keep_histories(tmp_path))
-        return histories(tmp_path, 1)[0], "the history of attention's FP8 scales restarts" in capfd.readouterr().out
+    def run(ranks: int, flags: str, steps: int) -> tuple[list[list[Tensor]], bool]:
+        """Histories of all ranks, and whether it was told that they start anew."""
+        found = kept(ranks, flags, steps=steps)
+        return found, "the history of attention's FP8 scales restarts" in capfd.readouterr().out
 
-    saved, told = run(2, f"{DELAYED} --context-parallel-size 2 {common} {save} 2", 2)
-    assert saved[-1][:, :2].all() and not told
+    ((*_, saved), _), told = run(2, f"{DELAYED} --context-parallel-size 2 {common} {save} 2", 2)
+    assert saved[:, :2].all() and not told
     on_four = f"{DELAYED} --context-parallel-size 2 --tensor-model-parallel-size 2 {load} 2"
-    (before, after), told = run(4, on_four, 3)
-    assert torch.equal(before, saved[-1]) and torch.equal(after[:, 1:3], before[:, :2]) and not told
-    assert all(torch.equal(rank[0], before) for rank in histories(tmp_path, 4))
-    (before, _), told = run(2, f"{shorter} --context-parallel-size 2 {load} 2", 3)
+    ((before, after), *others), told = run(4, on_four, 3)
+    assert torch.equal(before, saved) and torch.equal(after[:, 1:3], before[:, :2]) and not told
+    assert all(torch.equal(rank[0], before) for rank in others)
+    ((before, _), _), told = run(2, f"{shorter} --context-parallel-size 2 {load} 2", 3)
     assert not before.any() and told
     train(1, f"{BF16} {load} 2 {save} 3", steps=3)
-    (before, _), told = run(2, f"{DELAYED} --context-parallel-size 2 {load} 3", 4)
+    ((before, _), _), told = run(2, f"{DELAYED} --context-parallel-size 2 {load} 3", 4)
     assert not before.any() and told
