@@ -128,7 +128,7 @@ def _seconds(m: Measured) -> float:
 def verdict(found: Sequence[CaseResult], console: Console) -> bool:
     """Print how far the predictions are off; whether all targets are met."""
     wrong = [m for of in found for m in of.measured if m.wrong]
-    found = [CaseResult(case=of.case, measured=[m for m in of.measured if not m.wrong]) for of in found]
+    found = [CaseResult(problem=of.problem, measured=[m for m in of.measured if not m.wrong]) for of in found]
     errors = [abs(error(m)) for of in found for m in of.measured]
     ordered = [fast.predicted < slow.predicted for fast, slow in pairs(found)]
     median, right, number = statistics.median(errors), sum(ordered), len(ordered)

@@ -61,10 +61,10 @@ def measured(
 ) -> CaseResult:
     """Check and time all contestants of a scenario on its network, and predict their times with a profile; RankError if
     a rank fails, ValueError for a contestant that cannot run."""
-    planned = plan(scenario.case(), scenario.entries(), "cpu", profile)
+    planned = plan(scenario.problem(), scenario.entries(), "cpu", profile)
     if refused := [f"{m.entry}: {m.cannot}" for m in planned.measured if m.cannot is not None]:
         raise ValueError("; ".join(refused))
-    asked = question(planned.case, planned.measured[0].entry.kind)
+    asked = question(planned.problem, planned.measured[0].entry.kind)
     fields = run_in(network, lambda: _Rank(scenario.apart, rounds).run([planned], [asked]), timeout=timeout)[0]
     return filled(planned, fields[0])
 

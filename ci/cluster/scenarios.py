@@ -13,7 +13,7 @@ import torch
 from network import Topology
 
 from cp_plugin import Problem
-from cp_plugin.tools.bench.cases import CAUSAL, LENGTHS, PACKED, TOKENS, WINDOWED, Case, make_case
+from cp_plugin.tools.bench.cases import CAUSAL, LENGTHS, PACKED, TOKENS, WINDOWED, with_mask
 from cp_plugin.tools.bench.contestants import Entry
 
 MBIT = 10**6
@@ -52,7 +52,7 @@ class Scenario:
     def topology(self) -> Topology:
         return Topology(nodes=self.nodes, ranks_per_node=self.ranks_per_node, nic=self.nic)
 
-    def case(self) -> Case:
+    def problem(self) -> Problem:
         """The attention call; packs are of chat-like documents."""
         topology = self.topology()
         problem = Problem(
@@ -64,7 +64,7 @@ class Scenario:
             dtype=self.dtype,
         ).with_transport(hosts=topology.hosts())
         bounds = _chats(topology.size, self.seq) if self.mask == PACKED else ()
-        return make_case(self.mask, problem, window=1023, bounds=bounds)
+        return with_mask(self.mask, problem, window=1023, bounds=bounds)
 
     def entries(self) -> list[Entry]:
         """The contestants."""

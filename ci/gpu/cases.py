@@ -159,7 +159,7 @@ def _all(
 
 def errors(setup: Setup, documents: tuple[int, ...], device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
     """Relative error (norm) of out, dq, dk and dv on rank threads against float64, and the limits of ``verify``."""
-    right = _answer(replace(setup.problem, size=1), documents, device)
+    right = _answer(replace(setup.problem, size=1, bounds=documents), device)
 
     def rank(mesh: Mesh) -> tuple[Tensor, ...]:
         cp = ContextParallel(setup, mesh=mesh)
@@ -178,12 +178,12 @@ def attend(cp: ContextParallel, x: Inputs, problem: Problem, documents: tuple[in
 
 
 @lru_cache(maxsize=32)
-def _answer(problem: Problem, documents: tuple[int, ...], device: torch.device) -> oracle.Case:
+def _answer(problem: Problem, device: torch.device) -> oracle.Case:
     """``oracle.make_case`` computed on the device: a CPU takes seconds."""
-    inputs, seen = oracle.make_inputs(problem), oracle.seen(problem, documents)
+    inputs, seen = oracle.make_inputs(problem), oracle.seen(problem)
     on_device = (x.to(device) for x in inputs[:4])
     want = oracle.reference(*on_device, causal=problem.causal, seen=seen.to(device))
-    return oracle.Case(inputs, tuple(x.cpu() for x in want), problem, documents)
+    return oracle.Case(inputs, tuple(x.cpu() for x in want), problem)
 
 
 class Alone(NamedTuple):

@@ -30,7 +30,7 @@ from cp_plugin.engine.attention.calls import settled
 from cp_plugin.engine.core.dtypes import dtype_name
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.testing.clock import take_turns
-from cp_plugin.tools.bench.cases import CAUSAL, make_case
+from cp_plugin.tools.bench.cases import CAUSAL, with_mask
 from cp_plugin.tools.bench.contestants import Entry, Provided, random_parts
 from cp_plugin.tools.bench.report import Processors
 from cp_plugin.tools.bench.run import bench, plan
@@ -59,7 +59,7 @@ class Ratio(NamedTuple):
 
 def on_two_ranks(name: str, baseline: str, ours: str, wanted: float, rounds: int) -> Ratio:
     """Of two contestants of ``cp-plugin bench``; AssertionError if one computes something else than attention."""
-    planned = plan(make_case(CAUSAL, TWO), [Entry.parse(baseline), Entry.parse(ours)], "cpu")
+    planned = plan(with_mask(CAUSAL, TWO), [Entry.parse(baseline), Entry.parse(ours)], "cpu")
     (found,) = bench([planned], "cpu", rounds, timeout=600)
     for m in found.measured:
         assert m.taken is not None, f"{m.entry}: {m.cannot or m.errors}"

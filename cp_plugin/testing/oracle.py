@@ -33,27 +33,20 @@ class Case(NamedTuple):
     want: tuple[Tensor, ...]
     """In float64, for the rounded inputs: see ``tensors``."""
     problem: Problem
-    documents: tuple[int, ...] = ()
-    """Bounds of the documents; empty: one document."""
-
-    @property
-    def cu_seqlens(self) -> Tensor | None:
-        """For ``ContextParallel.attention``."""
-        return torch.tensor(self.documents) if self.documents else None
 
 
-def make_case(problem: Problem, kind: Kind = "softmax", documents: tuple[int, ...] = ()) -> Case:
+def make_case(problem: Problem, kind: Kind = "softmax") -> Case:
     """Deterministic random inputs and their reference."""
     x = make_inputs(problem)
     if kind == "softmax":
-        want = reference(*x[:4], causal=problem.causal, seen=seen(problem, documents))
+        want = reference(*x[:4], causal=problem.causal, seen=seen(problem))
     else:
         parts = [
             linear_reference(Inputs(*(y if y is None or y.dim() == 1 else y[start:end] for y in x)), problem)
-            for start, end in pairwise(documents or (0, problem.seq_length))
+            for start, end in pairwise(problem.bounds or (0, problem.seq_length))
         ]
         want = tuple(torch.cat(of_documents) for of_documents in zip(*parts, strict=True))
-    return Case(x, want, problem, documents)
+    return Case(x, want, problem)
 
 
 def make_inputs(problem: Problem) -> Inputs:
@@ -78,11 +71,11 @@ def tensors(problem: Problem) -> tuple[str, ...]:
     return (*TENSORS, *decay, *(("dbeta",) if problem.delta else ()))
 
 
-def seen(problem: Problem, documents: tuple[int, ...] = ()) -> Tensor:
+def seen(problem: Problem) -> Tensor:
     """Which keys each query sees, by window and documents: bool ``[s, s]``."""
     position = torch.arange(problem.seq_length)
     found = ~not_seen(position, position, causal=False, window=problem.window)
-    for start, end in pairwise(documents):
+    for start, end in pairwise(problem.bounds):
         inside = (position >= start) & (position < end)
         found &= inside.unsqueeze(1) == inside
     return found

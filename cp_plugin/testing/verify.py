@@ -164,12 +164,12 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
     if setup is not None and setup.provider.kind == "linear":
         alone = ContextParallel(setup.provider, group=None, backend=options.backend)
         whole = case.inputs.sharded(alone, device)
-        got = calls.call_through_autograd(alone, whole, replace(problem, size=1), cu_seqlens=case.cu_seqlens)
+        got = calls.call_through_autograd(alone, whole, replace(problem, size=1))
     else:
         sent = fp8.four_bits if options.fp8 is not None else torch.clone
         inputs = tuple(sent(x.to(device)) for x in case.inputs[:4])
         kernel = blocks.choose(options, problem, device).kernel
-        got = tuple(map(sent, calls.call_kernel(kernel, inputs, problem.mask(case.documents), sent)))
+        got = tuple(map(sent, calls.call_kernel(kernel, inputs, problem.mask(), sent)))
     rounding = {} if setup is None else sum_rounding(setup)
     errors = relative_errors(got, case.want, tensors(problem))
     found = {name: HALF_FACTOR * error + rounding.get(name, 0.0) for name, error in errors.items()}

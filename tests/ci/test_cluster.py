@@ -25,7 +25,7 @@ from scenarios import SCENARIOS, Scenario
 from typer.testing import CliRunner
 
 from cp_plugin.engine.attention.calls import Inputs
-from cp_plugin.tools.bench.cases import Case
+from cp_plugin.engine.core.problem import Problem
 from cp_plugin.tools.bench.contestants import random_parts
 from cp_plugin.tools.bench.report import Measured
 from cp_plugin.tools.bench.run import Rank, plan
@@ -38,7 +38,7 @@ _TINY = ("--scenario", "tiny", "--rounds", "1000", "--timeout", "300")
 
 @pytest.mark.parametrize("scenario", [*SCENARIOS.values(), *predict.SCENARIOS], ids=str)
 def test_scenarios_are_runnable_and_their_targets_are_run(scenario: Scenario):
-    planned = plan(scenario.case(), scenario.entries(), "cpu").measured
+    planned = plan(scenario.problem(), scenario.entries(), "cpu").measured
     assert [(str(m.entry), m.cannot) for m in planned] == [(run, None) for run in scenario.runs]
     compared = {run for target in scenario.targets for run in (target.fast, target.slow)}
     assert compared <= set(scenario.runs) and bool(compared) == (scenario in SCENARIOS.values())
@@ -91,14 +91,14 @@ def sent_bytes() -> int:
     return int({name.strip(): counts for name, counts in lines.items()}["slow"].split()[8])
 
 
-def over_links(network: Network, case: Case, contestants: Sequence[Measured]) -> list[int]:
+def over_links(network: Network, problem: Problem, contestants: Sequence[Measured]) -> list[int]:
     """Most bytes that a step of each contestant sends over one slow link."""
 
     def rank() -> list[int]:
         counts = []
         for one in contestants:
-            contestant = Rank(torch.device("cpu"), 1).start(one, case)
-            whole = random_parts(case.problem, case.problem.seq_length // case.problem.size, torch.device("cpu"))
+            contestant = Rank(torch.device("cpu"), 1).start(one, problem)
+            whole = random_parts(problem, problem.seq_length // problem.size, torch.device("cpu"))
             parts = Inputs(*(None if x is None else contestant.arranged(x) for x in whole))
             contestant.step(parts)
             dist.barrier()
@@ -119,7 +119,7 @@ def test_results_are_right_and_the_links_count_what_the_ledger_books():
     )  # fmt: skip
     with Network(scenario.topology(), scenario.rate) as network:
         found = cli.measured(network, scenario, rounds=1, timeout=60)
-        ring_wire, burst_wire, *torch_wires = over_links(network, found.case, found.measured)
+        ring_wire, burst_wire, *torch_wires = over_links(network, found.problem, found.measured)
     assert [str(m.entry) for m in found.measured] == list(scenario.runs)
     for m in found.measured:
         assert set(m.errors) == {"out", "dq", "dk", "dv"} and max(m.errors.values()) <= 1e-5, m

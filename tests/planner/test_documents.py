@@ -67,7 +67,7 @@ def test_ledger_is_trace_and_formula_on_placed_tokens() -> None:
         found = []
         for one in setups:
             cp = ContextParallel(one, group=dist.group.WORLD)
-            x, want = make_case(one.problem, documents=BOUNDS)[:2]
+            x, want = make_case(one.problem)[:2]
             shards = calls.Inputs(*(None if y is None else cp.shard(y).requires_grad_() for y in x))
             got = calls.call_through_autograd(cp, shards, one.problem)
             error = max(float((a - cp.shard(b)).abs().max()) for a, b in zip(got, want, strict=False))

@@ -19,7 +19,7 @@ from cp_plugin.testing.clock import Both, Taken
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.traffic import price
 from cp_plugin.tools.bench import contestants, te_peer, torch_ring
-from cp_plugin.tools.bench.cases import MASKS, Case, make_case
+from cp_plugin.tools.bench.cases import MASKS, mask_name, pairs, shortened, with_mask
 from cp_plugin.tools.bench.cli import _bounds
 from cp_plugin.tools.bench.contestants import Entry
 from cp_plugin.tools.bench.report import Measured
@@ -38,29 +38,28 @@ def measured(*args: str, status: int = 0) -> tuple[dict[str, Any], dict[str, dic
     return whole, {case["mask"]: {m["name"]: m for m in case["contestants"]} for case in whole["cases"]}
 
 
-def every_case(problem: Problem = _PROBLEM) -> list[Case]:
-    return [make_case(name, problem, bounds=_bounds(None, problem.seq_length)) for name in MASKS]
+def every_mask(problem: Problem = _PROBLEM) -> list[Problem]:
+    return [with_mask(name, problem, bounds=_bounds(None, problem.seq_length)) for name in MASKS]
 
 
-@pytest.mark.parametrize("case", every_case(), ids=list(MASKS))
-def test_visible_pairs_and_the_share_of_the_ideal(case: Case) -> None:
+@pytest.mark.parametrize("problem", every_mask(), ids=mask_name)
+def test_visible_pairs_and_the_share_of_the_ideal(problem: Problem) -> None:
     """A part of the heads on the whole sequence, one at least, whatever they divide by."""
-    seen = oracle.seen(case.problem, case.bounds)
-    assert case.pairs == (seen.tril() if case.problem.causal else seen).sum()
+    seen = oracle.seen(problem)
+    assert pairs(problem) == (seen.tril() if problem.causal else seen).sum()
     for heads, kv_heads, part, groups in ((8, 4, 2, 1), (6, 2, 1, 1), (24, 12, 6, 3), (2, 1, 1, 1)):
-        asked = replace(case, problem=replace(case.problem, heads=heads, kv_heads=kv_heads))
-        made = contestants.share(asked, None, torch.device("cpu"))
+        made = contestants.share(replace(problem, heads=heads, kv_heads=kv_heads), None, torch.device("cpu"))
         out, dq, dk, _ = made.step()
         assert out.shape == dq.shape == (512, 1, part, 8) and dk.shape == (512, 1, groups, 8)
         assert made.factor * part == heads / 4
 
 
 def test_a_shortened_case_keeps_its_mask() -> None:
-    for case in every_case(replace(_PROBLEM, seq_length=4096)):
-        short = case.small(128)
-        assert short.problem.seq_length == 128 and 0 < short.pairs <= 128 * 128
-        assert not case.bounds or (short.bounds[0] == 0 and short.bounds[-1] == 128 and len(short.bounds) > 2)
-        assert short.problem.window == (None if case.problem.window is None else (16, 0))
+    for problem in every_mask(replace(_PROBLEM, seq_length=4096)):
+        short = shortened(problem, 128)
+        assert mask_name(short) == mask_name(problem) and short.seq_length == 128 and 0 < pairs(short) <= 128 * 128
+        assert not problem.bounds or len(short.bounds) > 2
+        assert short.window == (None if problem.window is None else (16, 0))
 
 
 def test_every_mask_is_right_and_timed_on_two_ranks() -> None:
@@ -185,7 +184,7 @@ def test_support_matrix_of_transformer_engine(changed: dict[str, Any], possible:
 
 
 def test_speeds_are_of_the_slowest_rank_and_of_the_visible_pairs() -> None:
-    case = make_case("causal", replace(_PROBLEM, heads=2, kv_heads=2, seq_length=8))
+    problem = with_mask("causal", replace(_PROBLEM, heads=2, kv_heads=2, seq_length=8))
     ranks = [[Both(1.0, 4.0), Both(2.0, 3.0), Both(1.0, 9.0)], [Both(3.0, 3.5), Both(1.0, 5.0), Both(1.0, 8.0)]]
     taken = Taken.from_rounds(ranks)
     assert (taken.forward, taken.total) == ([3.0, 2.0, 1.0], [4.0, 5.0, 9.0]) and taken.medians == Both(2.0, 5.0)
@@ -198,6 +197,6 @@ def test_speeds_are_of_the_slowest_rank_and_of_the_visible_pairs() -> None:
     )
     assert not one.wrong and replace(one, errors={"out": float("inf")}).wrong
     forward = 2 * 36 * 2 * 16 / 4  # pairs, heads, both head sizes, ranks
-    found = one.as_json(case)
+    found = one.as_json(problem)
     assert found["of_ideal"] == {"forward": 0.5, "total": 0.5}
     assert found["flops_per_s"] == {"forward": forward / 2.0, "total": 3.5 * forward / 5.0}

@@ -172,16 +172,12 @@ def call_through_autograd(
     shards: Inputs,
     problem: Problem,
     between: Callable[[], object] = lambda: None,
-    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """out, dq, dk, dv and the gradients of a per-token decay and of beta, of this rank's shards.
 
-    Args:
-        between: called after the forward.
-        cu_seqlens: bounds of the documents; None: the problem's.
+    between: called after the forward.
     """
-    if cu_seqlens is None and problem.bounds:
-        cu_seqlens = torch.tensor(problem.bounds)
+    cu_seqlens = torch.tensor(problem.bounds) if problem.bounds else None
     leaves = [shards.q, shards.k, shards.v]
     if cp.provider.kind == "softmax":
         out = cp.attention(*leaves, causal=problem.causal, window=problem.window, cu_seqlens=cu_seqlens)

@@ -1,4 +1,4 @@
-"""What is benchmarked: one case for each kind of mask that context parallelism supports, on one sequence."""
+"""What is benchmarked: one problem for each kind of mask that context parallelism supports, on one sequence."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from cp_plugin.engine.common.names import one_of
-from cp_plugin.engine.core.mask import Mask
 from cp_plugin.engine.core.problem import Problem
 
 WINDOW = 1024
@@ -17,58 +15,45 @@ WINDOW = 1024
 FULL, CAUSAL, WINDOWED, PACKED = MASKS = ("full", "causal", "causal-window", "causal-document")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One mask on one attention call."""
-
-    mask_name: str
-    problem: Problem
-    bounds: tuple[int, ...] = ()
-    """Where the documents begin, and the length of the sequence; empty: one document."""
-
-    @property
-    def mask(self) -> Mask:
-        """For kernels."""
-        return self.problem.mask(self.bounds)
-
-    @property
-    def cu_seqlens(self) -> Tensor | None:
-        """For ``ContextParallel.attention``."""
-        return torch.tensor(self.bounds) if self.bounds else None
-
-    @property
-    def pairs(self) -> int:
-        """Visible (query, key) pairs of one sequence and head."""
-        tokens = self.problem.seq_length
-        first, last = self.mask.interval(torch.arange(tokens), tokens)
-        return int((last - first).sum())
-
-    def small(self, tokens: int) -> Case:
-        """The same case on a shorter sequence: windows and documents shrink in proportion."""
-        whole, window = self.problem.seq_length, self.problem.window
-        if window is not None:
-            window = (max(1, window[0] * tokens // whole), 0)
-        bounds = tuple(dict.fromkeys(b * tokens // whole for b in self.bounds))
-        return replace(self, problem=replace(self.problem, seq_length=tokens, window=window), bounds=bounds)
-
-
-def make_case(mask_name: str, problem: Problem, *, window: int | None = None, bounds: tuple[int, ...] = ()) -> Case:
-    """A mask on a problem, whose causal, window and documents are replaced by the mask's; ValueError for an unknown
-    mask.
+def with_mask(name: str, problem: Problem, *, window: int | None = None, bounds: tuple[int, ...] = ()) -> Problem:
+    """A problem with a mask in place of its own; ValueError for an unknown mask.
 
     Args:
         window: tokens before itself that a token sees; None: ``WINDOW``, or an eighth of a short sequence.
         bounds: of the documents, for the mask that has some.
     """
-    one_of("--mask", mask_name, MASKS)
+    one_of("--mask", name, MASKS)
     reach = min(WINDOW, max(1, problem.seq_length // 8)) if window is None else window
-    problem = replace(
+    return replace(
         problem,
-        causal=mask_name != FULL,
-        documents=mask_name == PACKED,
-        window=(reach, 0) if mask_name == WINDOWED else None,
+        causal=name != FULL,
+        window=(reach, 0) if name == WINDOWED else None,
+        documents=name == PACKED,
+        bounds=bounds if name == PACKED else (),
     )
-    return Case(mask_name=mask_name, problem=problem, bounds=bounds if mask_name == PACKED else ())
+
+
+def mask_name(problem: Problem) -> str:
+    """Name the mask of a problem from ``with_mask``."""
+    if problem.documents:
+        return PACKED
+    return WINDOWED if problem.window is not None else CAUSAL if problem.causal else FULL
+
+
+def pairs(problem: Problem) -> int:
+    """Count the visible (query, key) pairs of one sequence and head."""
+    tokens = problem.seq_length
+    first, last = problem.mask().interval(torch.arange(tokens), tokens)
+    return int((last - first).sum())
+
+
+def shortened(problem: Problem, tokens: int) -> Problem:
+    """The same problem on a shorter sequence: windows and documents shrink in proportion."""
+    whole, window = problem.seq_length, problem.window
+    if window is not None:
+        window = (max(1, window[0] * tokens // whole), 0)
+    bounds = tuple(dict.fromkeys(b * tokens // whole for b in problem.bounds))
+    return replace(problem, seq_length=tokens, window=window, bounds=bounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

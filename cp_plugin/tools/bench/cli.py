@@ -20,7 +20,7 @@ from cp_plugin.testing import ranks as started
 from cp_plugin.testing.ranks import refuse_too_large
 from cp_plugin.tools import flags, output
 from cp_plugin.tools.bench import run
-from cp_plugin.tools.bench.cases import MASKS, PACKED, WINDOWED, Case, make_case
+from cp_plugin.tools.bench.cases import MASKS, PACKED, WINDOWED, with_mask
 from cp_plugin.tools.bench.contestants import PEERS, Entry
 from cp_plugin.tools.bench.report import Processors, Report
 from cp_plugin.tools.output import new_console
@@ -105,14 +105,13 @@ def bench(
         problem = problem.with_transport(network=network_between(where))
         profile = None if cluster is None else hardware.cluster(cluster)
         entries, left_out = _contestants(provider or (), where)
-        problems = _each_length(problem, seq_length or (), where)
-        cases = _make_cases(problems, entries[0].kind, mask or (), window, documents)
+        lengths = _each_length(problem, seq_length or (), where)
+        problems = _each_mask(lengths, entries[0].kind, mask or (), window, documents)
         here, hosts = started.start(where, size), started.hosts(size)
-        cases = [replace(case, problem=case.problem.with_transport(hosts=hosts)) for case in cases]
-        for case in cases if where == "cpu" else ():
-            if len(set(case.problem.transport.hosts)) == 1:
-                refuse_too_large(case.problem, runs=1)
-        plans = [run.plan(case, entries, where, profile) for case in cases]
+        problems = [problem.with_transport(hosts=hosts) for problem in problems]
+        for problem in problems if where == "cpu" and len(set(hosts)) == 1 else ():
+            refuse_too_large(problem, runs=1)
+        plans = [run.plan(problem, entries, where, profile) for problem in problems]
         processors, cores = Processors(), psutil.cpu_count(logical=False) or os.cpu_count()
         found = Report(
             results=run.bench(plans, where, rounds, timeout, here),
@@ -160,9 +159,9 @@ def _each_length(problem: Problem, lengths: Sequence[int], device: str) -> list[
     return [replace(problem, seq_length=length) for length in chosen]
 
 
-def _make_cases(
+def _each_mask(
     problems: Sequence[Problem], kind: Kind, masks: Sequence[str], window: int | None, documents: str | None
-) -> list[Case]:
+) -> list[Problem]:
     """Every mask on every problem; ValueError for an unknown mask, wrong documents, or a flag that does nothing.
 
     masks: empty: all, without windows for linear attention, which has none.
@@ -174,7 +173,7 @@ def _make_cases(
             raise ValueError(f"{flag} {value} has no effect with --mask {', '.join(masks)}: leave it out")
     packed = [_bounds(documents, problem.seq_length) for problem in problems]
     each = zip(problems, packed, strict=True)
-    return [make_case(name, problem, window=window, bounds=bounds) for problem, bounds in each for name in masks]
+    return [with_mask(name, problem, window=window, bounds=bounds) for problem, bounds in each for name in masks]
 
 
 def _bounds(documents: str | None, tokens: int) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ from cp_plugin.engine.linear.kernels import KERNELS
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.methods.protocol import Kind
 from cp_plugin.tools.bench import te_peer
-from cp_plugin.tools.bench.cases import Case
 from cp_plugin.tools.tables import settings
 
 TORCH = "torch-ring"
@@ -93,8 +92,9 @@ class Entry:
         return None
 
     def setup(self, problem: Problem) -> Setup:
-        """A provider with all options settled; ValueError for options that do not fit."""
-        return settled(providers.get(self.name), problem, Options(**dict(self.options)))
+        """A provider with all options settled; ValueError for options that do not fit. Tokens are not placed for the
+        documents, since one ``ContextParallel`` serves several packs."""
+        return settled(providers.get(self.name), replace(problem, bounds=()), Options(**dict(self.options)))
 
     def peer(self, problem: Problem) -> Contestant:
         """Set a peer up on this rank; collective over all ranks."""
@@ -140,8 +140,8 @@ class Contestant(Protocol):
 class Provided:
     """A provider of this project, as a ``Contestant``."""
 
-    def __init__(self, cp: ContextParallel, setup: Setup, problem: Problem, cu_seqlens: Tensor | None = None) -> None:
-        self._cp, self._problem, self._cu_seqlens = cp, problem, cu_seqlens
+    def __init__(self, cp: ContextParallel, setup: Setup, problem: Problem) -> None:
+        self._cp, self._problem = cp, problem
         self.settings = settings(setup)
 
     def shard(self, x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class Provided:
 
     def step(self, x: Inputs, between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
         leaves = Inputs(*(None if y is None else y.detach().requires_grad_() for y in x))
-        return call_through_autograd(self._cp, leaves, self._problem, between, self._cu_seqlens)
+        return call_through_autograd(self._cp, leaves, self._problem, between)
 
     def booked(self) -> int:
         sent = self._cp.mesh.ledger.bytes()
@@ -169,7 +169,7 @@ class Share(NamedTuple):
     """Forward, the callback that it is given, backward."""
 
 
-def share(case: Case, setup: Setup | None, device: torch.device) -> Share:
+def share(problem: Problem, setup: Setup | None, device: torch.device) -> Share:
     """The ideal: a rank's share of the work in one call of the same kernel, without communication.
 
         softmax   1 / size of the heads, one at least, on the whole sequence
@@ -178,22 +178,21 @@ def share(case: Case, setup: Setup | None, device: torch.device) -> Share:
     For a provider's kernel, or, without a setup, for a peer's: the one of ``--cp-backend auto``. All ranks compute at
     the same time, so ranks that share a processor share it in the ideal, too.
     """
-    problem, size = case.problem, case.problem.size
+    size = problem.size
     if setup is not None and setup.provider.kind == "linear":
         tokens = problem.seq_length // size
-        ends = (*(b for b in case.bounds if b < tokens), tokens) if case.bounds else ()
+        ends = (*(b for b in problem.bounds if b < tokens), tokens) if problem.bounds else ()
         cp = ContextParallel(setup.provider, group=None, backend=setup.options.backend)
-        alone = replace(problem, size=1, seq_length=tokens)
-        provided = Provided(cp, setup, alone, torch.tensor(ends) if ends else None)
-        return Share(1.0, partial(provided.step, random_parts(problem, tokens, device)))
+        alone = replace(problem, size=1, seq_length=tokens, bounds=ends)
+        return Share(1.0, partial(Provided(cp, setup, alone).step, random_parts(problem, tokens, device)))
     kv_heads = max(1, problem.kv_heads // size)
     heads = min(kv_heads * problem.heads // problem.kv_heads, max(1, problem.heads // size))
     part = replace(problem, heads=heads, kv_heads=kv_heads)
     kernel = blocks.choose(Options() if setup is None else setup.options, part, device).kernel
-    inputs = random_parts(part, problem.seq_length, device)[:4]
+    inputs, mask = random_parts(part, problem.seq_length, device)[:4], problem.mask()
 
     def step(between: Callable[[], object] = lambda: None) -> tuple[Tensor, ...]:
-        return call_kernel(kernel, inputs, case.mask, between=between)
+        return call_kernel(kernel, inputs, mask, between=between)
 
     return Share(problem.heads / (size * heads), step)
 

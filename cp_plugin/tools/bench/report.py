@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -14,8 +14,9 @@ from rich.console import Console
 
 from cp_plugin.engine.attention.calls import Setup
 from cp_plugin.engine.common.text import show_bytes, show_seconds
+from cp_plugin.engine.core.problem import Problem
 from cp_plugin.testing.clock import Both, Taken
-from cp_plugin.tools.bench.cases import Case
+from cp_plugin.tools.bench.cases import mask_name, pairs
 from cp_plugin.tools.bench.contestants import Entry
 from cp_plugin.tools.flags import replace_megatron_flags
 from cp_plugin.tools.output import print_lines, print_table
@@ -61,7 +62,7 @@ class Measured:
         """Whether an error is above its limit."""
         return any(not error <= self.allowed[name] for name, error in self.errors.items())
 
-    def as_json(self, case: Case) -> dict[str, Any]:
+    def as_json(self, p: Problem) -> dict[str, Any]:
         """All figures; rates of a rank, forward and in total, are those of the matrix products of visible pairs, two
         forward and five backward, and None for linear attention, which computes no pairs."""
         found: dict[str, Any] = {"name": str(self.entry)}
@@ -71,9 +72,9 @@ class Measured:
         found |= {"correct": not self.wrong, "errors": self.errors, "allowed": self.allowed}
         if self.taken is None or self.ideal is None:
             return found
-        own, ideal, p = self.taken.medians, self.ideal.medians, case.problem
+        own, ideal = self.taken.medians, self.ideal.medians
         forward, backward = p.head_dim + p.v_head_dim, 3 * p.head_dim + 2 * p.v_head_dim
-        work = 2 * case.pairs * p.batch * p.heads / p.size
+        work = 2 * pairs(p) * p.batch * p.heads / p.size
         rate = Both(work * forward / own.forward, work * (forward + backward) / own.total)
         return found | {
             "sent": None if self.sent is None else {"least": self.sent[0], "most": self.sent[1]},
@@ -90,7 +91,7 @@ class Measured:
 class CaseResult:
     """One mask at one sequence length."""
 
-    case: Case
+    problem: Problem
     measured: Sequence[Measured]
 
     @property
@@ -144,11 +145,11 @@ class Report:
             "others": self.others,
             "cases": [
                 {
-                    "mask": of.case.mask_name,
-                    "problem": problem_as_json(of.case.problem),
-                    "bounds": list(of.case.bounds),
-                    "pairs": of.case.pairs,
-                    "contestants": [m.as_json(of.case) for m in of.measured],
+                    "mask": mask_name(of.problem),
+                    "problem": problem_as_json(of.problem),
+                    "bounds": list(of.problem.bounds),
+                    "pairs": pairs(of.problem),
+                    "contestants": [m.as_json(of.problem) for m in of.measured],
                 }
                 for of in self.results
             ],
@@ -157,9 +158,8 @@ class Report:
     def print(self, console: Console) -> None:
         """A table for each case."""
         for of in self.results:
-            rows = [_cells(m.as_json(of.case)) for m in of.measured]
-            problem = describe(replace(of.case.problem, bounds=of.case.bounds))
-            title = f"{of.case.mask_name} on {self.device}, {self.rounds} rounds: {problem}"
+            rows = [_cells(m.as_json(of.problem)) for m in of.measured]
+            title = f"{mask_name(of.problem)} on {self.device}, {self.rounds} rounds: {describe(of.problem)}"
             print_table(console, title, COLUMNS, rows)
         print_table(console, "", COLUMNS, [((name, f"cannot: {why}"), "dim") for name, why in self.left_out.items()])
         print_lines(console, EXPLAINED, style="dim")

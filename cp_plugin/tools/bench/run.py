@@ -17,12 +17,13 @@ from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.attention.calls import Inputs, Setup
 from cp_plugin.engine.comm.every_rank import gather_objects
 from cp_plugin.engine.core.options import Options
+from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.methods.protocol import Kind
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.trace.timeline import simulate
 from cp_plugin.testing import clock, oracle, ranks
 from cp_plugin.testing.verify import check_kernel, limits
-from cp_plugin.tools.bench.cases import Case
+from cp_plugin.tools.bench.cases import mask_name, shortened
 from cp_plugin.tools.bench.contestants import Contestant, Entry, Provided, random_parts, share
 from cp_plugin.tools.bench.report import CaseResult, Measured
 
@@ -36,18 +37,18 @@ _REFUSALS = (AssertionError, NotImplementedError, ValueError)
 """How libraries refuse what they cannot do, on all ranks alike."""
 
 
-def plan(case: Case, entries: Sequence[Entry], device: str, cluster: Cluster | None = None) -> CaseResult:
-    """Settle all options for a case, and predict the providers' times on a cluster; nothing is measured yet. ValueError
-    for options that do not fit their provider or the number of ranks, or a cluster whose profile lacks figures that a
+def plan(problem: Problem, entries: Sequence[Entry], device: str, cluster: Cluster | None = None) -> CaseResult:
+    """Settle all options, and predict the providers' times on a cluster; nothing is measured yet. ValueError for
+    options that do not fit their provider or the number of ranks, or a cluster whose profile lacks figures that a
     prediction needs."""
-    return CaseResult(case=case, measured=[_planned(case, entry, device, cluster) for entry in entries])
+    return CaseResult(problem=problem, measured=[_planned(problem, entry, device, cluster) for entry in entries])
 
 
-def _planned(case: Case, entry: Entry, device: str, cluster: Cluster | None) -> Measured:
+def _planned(problem: Problem, entry: Entry, device: str, cluster: Cluster | None) -> Measured:
     if not entry.provided:
-        return Measured(entry=entry, cannot=entry.missing(device) or entry.unsupported(case.problem))
+        return Measured(entry=entry, cannot=entry.missing(device) or entry.unsupported(problem))
     try:
-        setup = entry.setup(case.problem)
+        setup = entry.setup(problem)
     except ValueError as error:
         if entry.options:
             raise ValueError(f"--provider {entry}: {error}") from None
@@ -58,14 +59,14 @@ def _planned(case: Case, entry: Entry, device: str, cluster: Cluster | None) -> 
             check_kernel(setup, torch.device(device))
         except ValueError as error:
             reason = str(error)
-    predicted = None if cluster is None or reason is not None else _predicted(setup, case, cluster)
+    predicted = None if cluster is None or reason is not None else _predicted(setup, problem, cluster)
     return Measured(entry=entry, setup=setup, cannot=reason, predicted=predicted)
 
 
-def _predicted(setup: Setup, case: Case, cluster: Cluster) -> float:
-    simulated = "all" if case.problem.size <= ALL_RANKS else "few"
+def _predicted(setup: Setup, problem: Problem, cluster: Cluster) -> float:
+    simulated = "all" if problem.size <= ALL_RANKS else "few"
     try:
-        setup = replace(setup, problem=replace(setup.problem, bounds=case.bounds))
+        setup = replace(setup, problem=replace(setup.problem, bounds=problem.bounds))
         return simulate(setup, cluster=cluster, ranks=simulated).seconds
     except ValueError as error:
         raise ValueError(f"--cluster {cluster.name}: {error}") from None
@@ -84,12 +85,12 @@ def bench(
     kinds = [m.entry.kind for p in plans for m in p.possible]
     if not kinds:
         return list(plans)
-    questions = [question(p.case, kinds[0]) for p in plans]
+    questions = [question(p.problem, kinds[0]) for p in plans]
 
     def rank(mine: torch.device) -> list[list[dict[str, Any]]]:
         return Rank(mine, rounds).run(plans, questions)
 
-    fields = ranks.run(rank, plans[0].case.problem.size, device, timeout, here)
+    fields = ranks.run(rank, plans[0].problem.size, device, timeout, here)
     return [filled(p, of_possible) for p, of_possible in zip(plans, fields, strict=True)]
 
 
@@ -115,44 +116,44 @@ class Rank:
             return [self._case(p, asked) for p, asked in zip(plans, questions, strict=True)]
 
     def _case(self, plan: CaseResult, asked: oracle.Case) -> list[dict[str, Any]]:
-        checked = [(m, self._checked(m, asked, plan.case.mask_name)) for m in plan.possible]
+        checked = [(m, self._checked(m, asked)) for m in plan.possible]
         after = [(m, replace(m, **found)) for m, found in checked]
         right = [m for m, now in after if now.cannot is None and not now.wrong]
-        timed = dict(zip((m.entry for m in right), self.timed(plan.case, right) if right else (), strict=True))
+        timed = dict(zip((m.entry for m in right), self.timed(plan.problem, right) if right else (), strict=True))
         return [found | timed.get(m.entry, {}) for m, found in checked]
 
-    def _checked(self, one: Measured, asked: oracle.Case, mask_name: str) -> dict[str, Any]:
+    def _checked(self, one: Measured, asked: oracle.Case) -> dict[str, Any]:
         """A contestant's errors on the short case."""
         self._status.update(f"checking {one.entry}")
         try:
-            contestant = self.start(one, asked)
+            contestant = self.start(one, asked.problem)
             parts = Inputs(*(None if x is None else contestant.shard(x.to(self._device)) for x in asked.inputs))
             errors = relative_errors(contestant.step(parts), map(contestant.shard, asked.want))
         except Exception as error:  # of any library
             if one.setup is None and isinstance(error, _REFUSALS):
                 return {"cannot": f"upstream refuses: {error}"}
-            raise RuntimeError(f"{one.entry} fails on {mask_name}: {error}") from error
+            raise RuntimeError(f"{one.entry} fails on {mask_name(asked.problem)}: {error}") from error
         return {
             "settings": contestant.settings,
             "errors": dict(zip(oracle.tensors(asked.problem), errors, strict=False)),
             "allowed": limits(one.setup, asked, self._device),
         }
 
-    def timed(self, case: Case, right: Sequence[Measured]) -> list[dict[str, Any]]:
+    def timed(self, problem: Problem, right: Sequence[Measured]) -> list[dict[str, Any]]:
         """Bytes, times and ideal of each contestant."""
-        tokens = case.problem.seq_length // case.problem.size
-        contestants = [self.start(one, case) for one in right]
+        tokens = problem.seq_length // problem.size
+        contestants = [self.start(one, problem) for one in right]
         calls: list[clock.Call] = []
         for contestant in contestants:
-            whole = random_parts(case.problem, tokens, self._device)
+            whole = random_parts(problem, tokens, self._device)
             parts = Inputs(*(y if y is None or y.dim() == 1 else contestant.arranged(y) for y in whole))
             calls.append(partial(contestant.step, parts))
-        shares = {_kernel(one): share(case, one.setup, self._device) for one in right}
+        shares = {_kernel(one): share(problem, one.setup, self._device) for one in right}
         calls += [share.step for share in shares.values()]
         titles = [*(str(one.entry) for one in right), *("the ideal" for _ in shares)]
 
         def shown(number: int) -> None:
-            self._status.update(f"{case.mask_name}, {case.problem.seq_length} tokens: {titles[number]}")
+            self._status.update(f"{mask_name(problem)}, {problem.seq_length} tokens: {titles[number]}")
 
         for _ in range(WARM_UP[self._device.type]):
             for contestant in contestants:
@@ -174,13 +175,13 @@ class Rank:
             for one, by_rank, of_ranks in zip(right, zip(*sent, strict=True), taken[: len(right)], strict=True)
         ]
 
-    def start(self, one: Measured, case: Case | oracle.Case) -> Contestant:
+    def start(self, one: Measured, problem: Problem) -> Contestant:
         if one.setup is None:
-            return one.entry.peer(case.problem)
+            return one.entry.peer(problem)
         key = (one.setup.provider.name, one.setup.options)
         if key not in self._made:
             self._made[key] = ContextParallel(one.setup, group=dist.group.WORLD)
-        return Provided(self._made[key], one.setup, case.problem, case.cu_seqlens)
+        return Provided(self._made[key], one.setup, problem)
 
 
 def _kernel(one: Measured) -> tuple[str, ...]:
@@ -191,11 +192,10 @@ def _kernel(one: Measured) -> tuple[str, ...]:
     return (options.backend, one.setup.provider.name if one.linear else options.fp8 or "")
 
 
-def question(case: Case, kind: Kind) -> oracle.Case:
+def question(problem: Problem, kind: Kind) -> oracle.Case:
     """The test case that every contestant must pass: a short sequence of the same kind with the expected results,
     deterministic."""
-    short = case.small(TESTED * case.problem.size)
-    return oracle.make_case(short.problem, kind, short.bounds)
+    return oracle.make_case(shortened(problem, TESTED * problem.size), kind)
 
 
 def relative_errors(got: Iterable[Tensor], want: Iterable[Tensor]) -> list[float]:
