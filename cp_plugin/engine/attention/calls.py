@@ -202,7 +202,7 @@ def call_method(method: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -
 def call_kernel(
     kernel: BlockKernel,
     x: tuple[Tensor, ...],
-    what: Mask | Block,
+    mask: Mask,
     sent: Callable[[Tensor], Tensor] = lambda out: out,
     between: Callable[[], object] = lambda: None,
 ) -> tuple[Tensor, ...]:
@@ -210,14 +210,13 @@ def call_kernel(
 
     Args:
         x: q, k, v and dout.
-        what: the block; or the mask of a whole sequence.
+        mask: of the whole sequence.
         sent: applied to out before the backward sees it.
         between: called after the forward.
     """
     q, k, v, dout = x
     wide = accumulation_dtype(q.dtype)
-    whole = (range(q.size(0)),), (range(k.size(0)),)
-    block = what if isinstance(what, Block) else Block(*whole, what, Scores.from_call(q))
+    block = Block((range(q.size(0)),), (range(k.size(0)),), mask, Scores.from_call(q))
     found = kernel.forward(Queries(q), KeyValues(k, v), block)
     assert found is not None, "it finds the block empty"
     between()
