@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,6 @@ def gather_objects[T](x: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def gather_hosts(group: dist.ProcessGroup | None = None) -> tuple[str, ...]:
     """Return every rank's host, in rank order. Collective over the group; None: over all ranks."""
     return tuple(gather_objects(socket.gethostname(), group))
-
-
-def gather_findings(found: Sequence[str]) -> dict[int, str]:
-    """Return what each rank has found, of those that have found something. Collective over all ranks."""
-    return {rank: "; ".join(texts) for rank, texts in enumerate(gather_objects(found)) if texts}
 
 
 def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:

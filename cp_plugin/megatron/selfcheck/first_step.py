@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cp_plugin.engine.comm.every_rank import gather_findings
+from cp_plugin.engine.comm.every_rank import gather_objects
 from cp_plugin.engine.common.text import group_ranks
 from cp_plugin.engine.core.layout import Layout
 from cp_plugin.engine.placement.documents import get_layout
@@ -164,7 +164,7 @@ def _expected(reports: Any) -> dict[str, tuple[float, float]]:
 
 def stop_if_any(found: list[str]) -> None:
     """StepError on all ranks, if any has found something; collective."""
-    by_rank = gather_findings(found)
+    by_rank = {rank: "; ".join(texts) for rank, texts in enumerate(gather_objects(found)) if texts}
     if not by_rank:
         return
     ranks_of = group_ranks(list(by_rank.values()), list(by_rank))
