@@ -9,20 +9,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from cp_plugin.engine.attention.calls import Setup
 from cp_plugin.planner.candidates import Candidate, as_flags
 from cp_plugin.planner.errors import KNOWN_ERROR
 from cp_plugin.planner.machine.events import Post
 from cp_plugin.planner.machine.hardware import Cluster, Kernel, Link, Rate
-from cp_plugin.planner.machine.links import Level, Links
+from cp_plugin.planner.machine.links import Level
 from cp_plugin.planner.price import Priced, price
 from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.trace.simulation import HOST, WAITING
 from cp_plugin.planner.trace.timeline import Pass, Timeline, run
-from cp_plugin.planner.training.footprint import Footprint
-from cp_plugin.planner.training.iteration import Iteration
 from cp_plugin.planner.training.model import Model
 from cp_plugin.planner.training.parallel import RECOMPUTE, Parallel, divided_alike
 
@@ -44,16 +40,17 @@ class Explanation:
     """The result."""
 
     model: Model
-    parallel: Parallel
-    timeline: Timeline
-    """One call in a layer of the first softmax kind."""
-    iteration: Iteration
-    footprint: Footprint
+    priced: Priced
     free: Mapping[Resource, float]
     """Seconds of the call if that resource were free and all else unchanged. With streams that share links this can be
     longer than the call itself: links serve messages in order of arrival, which changes."""
     sent: Mapping[tuple[str, str, Level], float]
     """(phase, axis, level) -> bytes, of the rank that sends most."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """One call in a layer of the first softmax kind."""
+        return self.priced.main
 
     @property
     def passes(self) -> Mapping[str, Pass]:
@@ -66,7 +63,7 @@ class Explanation:
 
     @property
     def fits(self) -> bool:
-        return self.footprint.total <= self.timeline.cluster.device.memory_bytes
+        return self.priced.footprint.total <= self.timeline.cluster.device.memory_bytes
 
 
 class Gain(NamedTuple):
@@ -131,10 +128,7 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster) ->
     timeline = priced.main
     return Explanation(
         model=model,
-        parallel=parallel,
-        timeline=timeline,
-        iteration=priced.iteration,
-        footprint=priced.footprint,
+        priced=priced,
         free={r: run(setup, timeline.programs, make_free(cluster, r), stride).seconds for r in RESOURCES},
         sent=max((_sent(timeline, rank) for rank in timeline.programs), key=lambda sent: sum(sent.values())),
     )
@@ -190,28 +184,10 @@ def _sent(timeline: Timeline, rank: int) -> dict[tuple[str, str, Level], float]:
     found: dict[tuple[str, str, Level], float] = defaultdict(float)
     for phase, events in (("forward", program.forward), ("backward", program.backward)):
         for post in (e for e in events if isinstance(e, Post) and e.sent):
-            outside = _leaving(links, post, rank)
+            outside = links.leaving(post, rank)
             found[phase, post.axis, "inter"] += post.nbytes * outside
             found[phase, post.axis, "intra"] += post.nbytes * (1 - outside)
     return {key: nbytes for key, nbytes in found.items() if nbytes}
-
-
-def _leaving(links: Links, post: Post, rank: int) -> float:
-    """The fraction of a message that leaves the node.
-
-    The ring of a collective leaves each node once, so each of the node's ranks accounts for a part of that.
-    """
-    if post.verb == "exchange":
-        return float(links.nodes[post.to] != links.nodes[rank])
-    nodes = links.nodes[links.members(post.axis, rank)]
-    inside = nodes == links.nodes[rank]
-    if post.each:
-        return 1 - float(np.asarray(post.each)[inside].sum()) / sum(post.each)
-    n = int(inside.sum())
-    if n == len(nodes):
-        return 0.0
-    direct = post.verb == "all_to_all" or links.cluster.transport == "gloo"
-    return (len(nodes) - n) / (len(nodes) - 1) if direct else 1 / n
 
 
 def _without_latency(link: Link) -> Link:

@@ -249,7 +249,7 @@ _WHERE = {
 
 def print_explanation(console: Console, e: Explanation) -> None:
     """The configuration, time by cause, traffic, bottlenecks, and memory."""
-    setup, p, now, cluster = e.timeline.setup, e.parallel, e.timeline.seconds, e.timeline.cluster
+    setup, p, now, cluster = e.timeline.setup, e.priced.parallel, e.timeline.seconds, e.timeline.cluster
     problem = setup.problem
     print_lines(
         console,
@@ -279,16 +279,15 @@ def print_explanation(console: Console, e: Explanation) -> None:
     title = "What limits the call: its time if one resource took no time"
     print_table(console, title, ("free", "takes", "of now"), limits)
     console.print()
-    total = e.iteration.seconds
-    parts = (
-        (name.replace("_", " "), show_seconds(x), f"{x / total:.1%}") for name, x in e.iteration.parts.items() if x
-    )
+    total, needs = e.priced.iteration.seconds, e.priced.footprint
+    taken = e.priced.iteration.parts.items()
+    parts = ((name.replace("_", " "), show_seconds(x), f"{x / total:.1%}") for name, x in taken if x)
     print_table(console, f"One iteration: {show_seconds(total)}", ("part", "takes", "share"), _plain(parts))
     console.print()
-    memory = ((name, show_bytes(n)) for name, n in e.footprint.parts.items())
+    memory = ((name, show_bytes(n)) for name, n in needs.parts.items())
     title = (
-        f"Memory per device: {show_bytes(e.footprint.total)} {'fits' if e.fits else 'does not fit'} "
-        f"{show_bytes(cluster.device.memory_bytes)}; attention accounts for {show_bytes(e.footprint.attention)} of it "
+        f"Memory per device: {show_bytes(needs.total)} {'fits' if e.fits else 'does not fit'} "
+        f"{show_bytes(cluster.device.memory_bytes)}; attention accounts for {show_bytes(needs.attention)} of it "
         "at its peak"
     )
     print_table(console, title, ("part", "bytes"), _plain(memory))
@@ -315,7 +314,7 @@ def explained_as_json(e: Explanation) -> dict[str, Any]:
     return {
         "model": e.model.name,
         "cluster": e.timeline.cluster.name,
-        "parallel": asdict(e.parallel),
+        "parallel": asdict(e.priced.parallel),
         "provider": setup.provider.name,
         "layout": setup.layout,
         "chosen": setup.options.chosen,
@@ -333,7 +332,7 @@ def explained_as_json(e: Explanation) -> dict[str, Any]:
         "seconds_without": dict(e.free),
         "limit": e.limit,
         "error": typical_error(setup.provider.name),
-        "iteration": {"seconds": e.iteration.seconds, "parts": e.iteration.parts},
+        "iteration": {"seconds": e.priced.iteration.seconds, "parts": e.priced.iteration.parts},
         "attention_peaks": {str(rank): p.peaks._asdict() for rank, p in e.timeline.programs.items()},
-        "memory": {"parts": e.footprint.parts, "total": e.footprint.total, "fits": e.fits},
+        "memory": {"parts": e.priced.footprint.parts, "total": e.priced.footprint.total, "fits": e.fits},
     }

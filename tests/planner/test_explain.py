@@ -50,8 +50,8 @@ def test_seconds_and_bytes_add_up(name: str) -> None:
             assert sum(parts.values()) == pytest.approx(of.seconds, rel=1e-12), rank
             assert min(parts.values()) >= -1e-15
     assert sum(of.seconds for of in found.passes.values()) == found.timeline.seconds
-    layers = found.model.layers
-    assert found.iteration.attention == pytest.approx(layers * found.timeline.seconds), "attention is not repeated"
+    attention = found.priced.iteration.attention
+    assert attention == pytest.approx(found.model.layers * found.timeline.seconds), "attention is not repeated"
     sent: dict[tuple[str, str], float] = {}
     for (phase, axis, _), nbytes in found.sent.items():
         sent[phase, axis] = sent.get((phase, axis), 0) + nbytes

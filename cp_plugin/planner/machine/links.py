@@ -47,6 +47,13 @@ class Links:
             self._costs[key] = self._exchange(post, rank, worst) if exchange else self._collective(post, rank)
         return self._costs[key]
 
+    def leaving(self, post: Post, rank: int) -> float:
+        """The share of a message that leaves the node: of a ring, which does so once, each of its ranks has a part."""
+        if post.verb == "exchange":
+            return float(self.nodes[post.to] != self.nodes[rank])
+        _, sent, steps = self._levels(post, rank, self.members(post.axis, rank))
+        return float(sent[1]) / (sum(post.each) or post.nbytes) if steps[1] else 0.0
+
     def least(self, axis: str, nbytes: float) -> tuple[Level, float]:
         """Lower bound over all verbs that send ``nbytes`` from each rank along the axis."""
         inter, here = self.cluster.inter, 0
@@ -137,17 +144,7 @@ class Links:
         n, same = self.axes[post.axis], self.members(post.axis, rank)
         if gloo and post.verb == "all_gather" and post.nbytes >= shortest_ring(cluster, n):
             return self._steps_around(post, rank, same)
-        inside = self.nodes[same] == self.nodes[rank]
-        here, nodes = int(inside.sum()), len(np.unique(self.nodes[same]))
-        direct = gloo or bool(post.each) or post.verb == "all_to_all"
-        if post.each:
-            each = np.asarray(post.each)
-            sent, steps = ([of(each[at]) for at in (inside, ~inside)] for of in (np.sum, np.count_nonzero))
-        elif direct:
-            sent = [post.nbytes * (peers / (n - 1)) for peers in (here - 1, n - here)]
-            steps = [here - 1, n - here]
-        else:
-            sent, steps = [post.nbytes, post.nbytes * (1 / here)], [here - 1, nodes - 1]
+        direct, sent, steps = self._levels(post, rank, same)
         verb = "all_to_all" if post.each or (direct and post.verb == "all_gather") else post.verb
         intra, inter = cluster.intra.link(verb), cluster.inter.link(verb)
         card, serial = inter.bytes_per_s * cluster.nics / cluster.per_node, gloo or not direct
@@ -155,10 +152,24 @@ class Links:
         used = [part for part in zip(levels, sent, steps, strict=True) if part[2]]
         busy = [(level, float(nbytes) / rate) for (level, _, rate), nbytes, _ in used]
         if not direct and cluster.intra.wire is not None:
-            return self._ring(post, n, nodes, busy)
+            return self._ring(post, n, 1 + steps[1], busy)
         late = [link.latency_s * (number if serial else min(number, 1)) for (_, link, _), _, number in used]
         latency = sum(late) if serial else max(late, default=0.0)
         return Cost(latency + max((s for _, s in busy), default=0.0), tuple(busy))
+
+    def _levels(self, post: Post, rank: int, same: np.ndarray) -> tuple[bool, list[float], list[int]]:
+        """Whether a collective's messages go to each rank, and inside the node and out of it: bytes and messages."""
+        nodes = self.nodes[same]
+        n, inside = len(nodes), nodes == self.nodes[rank]
+        here = int(inside.sum())
+        if post.each:
+            each = np.asarray(post.each)
+            sent, steps = ([of(each[at]) for at in (inside, ~inside)] for of in (np.sum, np.count_nonzero))
+            return True, sent, steps
+        if self.cluster.transport == "gloo" or post.verb == "all_to_all":
+            steps = [here - 1, n - here]
+            return True, [post.nbytes * (peers / (n - 1)) for peers in steps], steps
+        return False, [post.nbytes, post.nbytes * (1 / here)], [here - 1, len(np.unique(nodes)) - 1]
 
     def _ring(self, post: Post, ranks: int, nodes: int, busy: Sequence[tuple[Level, float]]) -> Cost:
         """The fastest of NCCL's protocols, given ``busy`` at full rates."""
