@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 from equipment.nccl.buffers import InFlight, Region
-from equipment.nccl.order import Communicator, Operation, Piece, Trace, check
+from equipment.nccl.order import Communicator, Piece, Trace, check
 from torch import Tensor
 
 from cp_plugin.engine.attention import agreement
@@ -88,13 +88,10 @@ type Arriving = Callable[[], Tensor]
 class Work:
     """An operation in flight. Keeps no tensor alive."""
 
-    def __init__(
-        self, rank: Rank, operation: Operation, regions: Sequence[Region], arriving: Sequence[Arriving]
-    ) -> None:
-        self._rank, self._operation, self._regions, self._arriving = rank, operation, regions, arriving
+    def __init__(self, rank: Rank, regions: Sequence[Region], arriving: Sequence[Arriving]) -> None:
+        self._rank, self._regions, self._arriving = rank, regions, arriving
 
     def wait(self) -> None:
-        self._rank.trace.waited.append(self._operation)
         self._rank.in_flight.end(self._regions)
         received = [region for region in self._regions if region.received]
         for region, arriving in zip(received, self._arriving, strict=self._rank.hub is not None):
@@ -205,7 +202,7 @@ def _launch(
     rank = _rank()
     operation = rank.trace.post(communicator, tuple(pieces), rank.phase())
     regions = rank.in_flight.post(operation, sent, received)
-    return Work(rank, operation, regions, arriving if rank.hub is not None else ())
+    return Work(rank, regions, arriving if rank.hub is not None else ())
 
 
 def _piece(verb: str, t: Tensor, peer: int | None = None) -> Piece:

@@ -6,19 +6,18 @@ everything. An operation is a kernel:
 
     it is launched  by the host, which waits until all ranks of a communicator have posted their first operation on it,
                     and until the partners of an operation that connects them have posted theirs (``connects``)
-    it starts       when the previous operation on its communicator has ended (one stream each), and so has what the
-                    compute stream was told to wait for before it was posted; more, by ``Device``
+    it starts       when all that were launched on its rank before it have ended: all that NCCL promises for several
+                    communicators is to use them in one order on all ranks, since one operation may fill the device
     it ends         when all its partners have started: nothing is buffered on the way
 
-What starts never has to stop, so the order of evaluation does not matter: what has not ended at the end never will.
+What ends so also ends with a hardware queue for each communicator, or one for all, where an operation waits for fewer.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import zip_longest
 
 from cp_plugin.engine.common.text import ranks_named
@@ -26,15 +25,6 @@ from cp_plugin.engine.common.text import ranks_named
 
 class OrderError(AssertionError):
     """Something NCCL would not carry out: names rank, communicator and operation."""
-
-
-class Device(Enum):
-    """What launches on one rank share, beyond their streams."""
-
-    STREAMS = "every communicator has a hardware queue of its own"
-    ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS=1: an operation starts after all that were launched before it have started"
-    ONE_AT_A_TIME = "one operation fills the device: it starts after all that were launched before it have ended"
-    """All that NCCL promises for several communicators: use them in one order on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +62,14 @@ class Operation:
     number: int
     """Operations this rank posted before it on this communicator."""
     phase: str = ""
+    joins: list[Operation] = field(default_factory=list, repr=False)
+    """In the first operation on a communicator those of the other ranks: all have to be posted to make it."""
     partners: list[Operation] = field(default_factory=list, repr=False)
     """Operations of other ranks that must start before it can end."""
     connects: list[Operation] = field(default_factory=list, repr=False)
     """Those of the partners to which NCCL connects this rank in this operation: of the first message from one rank to
     another, of the first collective of its kind. Until they are posted the host waits inside ``ncclGroupEnd`` (NCCL
     2.28 to 2.30, ``ncclP2PPreconnectFunc`` and ``ncclCollPreconnect``)."""
-    before: Operation | None = field(default=None, repr=False)
-    """The previous operation on the communicator."""
-    waits: int = 0
-    """Waits of this rank before it was posted."""
-    posted: bool = False
-    """Whether the host has come to it."""
-    started: bool = False
-    ended: bool = False
 
     @property
     def collective(self) -> bool:
@@ -102,25 +86,13 @@ class Trace:
 
     rank: int
     operations: list[Operation] = field(default_factory=list)
-    waited: list[Operation] = field(default_factory=list)
-    """For which the compute stream waits, in this order."""
-    _last: dict[Communicator, Operation] = field(default_factory=dict)
 
     def post(self, communicator: Communicator, pieces: tuple[Piece, ...], phase: str = "") -> Operation:
         """Launch an operation."""
-        last = self._last.get(communicator)
-        operation = Operation(
-            rank=self.rank,
-            communicator=communicator,
-            pieces=pieces,
-            number=0 if last is None else last.number + 1,
-            phase=phase,
-            before=last,
-            waits=len(self.waited),
-        )
-        self._last[communicator] = operation
-        self.operations.append(operation)
-        return operation
+        number = sum(one.communicator == communicator for one in self.operations)
+        made = Operation(rank=self.rank, communicator=communicator, pieces=pieces, number=number, phase=phase)
+        self.operations.append(made)
+        return made
 
 
 def check(traces: Sequence[Trace]) -> None:
@@ -132,8 +104,8 @@ def check(traces: Sequence[Trace]) -> None:
     _everybody_joins(traces)
     _match_collectives(traces)
     _match_messages(traces)
-    for device in Device:
-        _carry_out(traces, device)
+    _go_on(traces, lambda one: one.joins + one.connects, _why_the_host_waits)
+    _go_on(traces, lambda one: one.partners, lambda one, other: f"{one} waits for rank {other.rank}'s {other}")
 
 
 def _by_communicator(traces: Sequence[Trace]) -> dict[Communicator, dict[int, list[Operation]]]:
@@ -153,6 +125,9 @@ def _everybody_joins(traces: Sequence[Trace]) -> None:
                 f"rank {first.rank}: {first} is the first of its communicator, and all its ranks have to join in "
                 f"making one, but {ranks_named(missing)} {'has' if len(missing) == 1 else 'have'} no operation there"
             )
+        firsts = [operations[0] for operations in by_rank.values()]
+        for one in firsts:
+            one.joins = firsts
 
 
 def _match_collectives(traces: Sequence[Trace]) -> None:
@@ -224,86 +199,39 @@ def _count(one: Operation, other: Operation) -> int:
     return sum(connected.rank == other.rank for connected in one.connects)
 
 
-class _Rank:
-    """The state of one rank while its trace is carried out."""
+def _go_on(
+    traces: Sequence[Trace], needed: Callable[[Operation], list[Operation]], why: Callable[[Operation, Operation], str]
+) -> None:
+    """Every rank comes to its operations in order, and passes one when other ranks have come to those it needs."""
+    left = {trace.rank: deque(trace.operations) for trace in traces}
+    came = set[Operation]()
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.waited_for = 0
-        self.host = 0
-        self.launched: list[Operation] = []  # in flight, in order
+    def missing(one: Operation) -> Operation | None:
+        return next((other for other in needed(one) if other not in came), None)
 
-    @property
-    def held(self) -> Operation | None:
-        """The operation in which the host waits for other ranks."""
-        return self.trace.operations[self.host] if self.host < len(self.trace.operations) else None
-
-    def launch(self, arrived: dict[Communicator, set[int]]) -> bool:
-        """Advance the host as far as possible; whether it moved."""
-        began = self.host
-        while (one := self.held) is not None:
-            one.posted = True
-            arrived[one.communicator].add(self.trace.rank)
-            if len(arrived[one.communicator]) < len(one.communicator.ranks):
-                break
-            if not all(other.posted for other in one.connects):
-                break
-            self.launched.append(one)
-            self.host += 1
-        return self.host > began
-
-    def go_on(self, device: Device) -> bool:
-        """Start and end what can; whether anything did."""
-        changed, earlier_ended, earlier_started = False, True, True
-        one_queue, one_at_a_time = device is Device.ONE_QUEUE, device is Device.ONE_AT_A_TIME
-        waited = self.trace.waited
-        while self.waited_for < len(waited) and waited[self.waited_for].ended:
-            self.waited_for += 1
-        for one in self.launched:
-            free = earlier_started if one_queue else earlier_ended if one_at_a_time else True
-            in_turn = one.before is None or one.before.ended
-            if not one.started and free and in_turn and one.waits <= self.waited_for:
-                one.started = changed = True
-            if one.started and all(other.started for other in one.partners):
-                one.ended = changed = True
-            earlier_started, earlier_ended = earlier_started and one.started, earlier_ended and one.ended
-        self.launched = [one for one in self.launched if not one.ended]
-        return changed
+    moved = True
+    while moved:
+        moved = False
+        for operations in left.values():
+            while operations and (operations[0] not in came or missing(operations[0]) is None):
+                came.add(operations[0])
+                if missing(operations[0]) is None:
+                    operations.popleft()
+                moved = True
+    rank = next((rank for rank, operations in left.items() if operations), None)
+    path: dict[int, str] = {}
+    while rank is not None and rank not in path:
+        one = left[rank][0]
+        other = missing(one)
+        assert other is not None
+        path[rank] = f"rank {rank}'s {why(one, other)}"
+        rank = other.rank
+    if rank is not None:
+        told = list(path.values())[list(path).index(rank) :]
+        raise OrderError(f"ranks wait for each other: {'; '.join(told)}")
 
 
-def _carry_out(traces: Sequence[Trace], device: Device) -> None:
-    for trace in traces:
-        for one in trace.operations:
-            one.posted = one.started = one.ended = False
-    ranks = {trace.rank: _Rank(trace) for trace in traces}
-    arrived: dict[Communicator, set[int]] = defaultdict(set)
-    while any([rank.launch(arrived) | rank.go_on(device) for rank in ranks.values()]):
-        pass
-    stuck = [rank for rank in ranks.values() if rank.launched or rank.held is not None]
-    if stuck:
-        circle = "; ".join(_circle(stuck[0], ranks, arrived))
-        raise OrderError(f"ranks wait for each other ({device.value}): {circle}")
-
-
-def _circle(rank: _Rank, ranks: dict[int, _Rank], arrived: dict[Communicator, set[int]]) -> Iterator[str]:
-    """Who waits for whom, from a rank on until one recurs."""
-    path: list[tuple[_Rank, str]] = []
-    while all(rank is not before for before, _ in path):
-        if rank.launched:  # the first of them waits for nothing of its own rank
-            one = rank.launched[0]
-            other = next(partner for partner in one.partners if not partner.started)
-            path.append((rank, f"rank {one.rank}'s {one} waits for rank {other.rank}'s {other}"))
-            rank = ranks[other.rank]
-        else:
-            assert rank.held is not None
-            held, made = rank.held, rank.held.communicator
-            missing = next((other for other in made.ranks if other not in arrived[made]), None)
-            if missing is not None:
-                path.append((rank, f"rank {rank.trace.rank}'s {held} waits for rank {missing} to make {made}"))
-            else:
-                peer = next(other for other in held.connects if not other.posted)
-                missing = peer.rank
-                path.append((rank, f"rank {held.rank}'s host waits in {held} for rank {missing} to post {peer}"))
-            rank = ranks[missing]
-    first = next(i for i, (before, _) in enumerate(path) if before is rank)
-    return (text for _, text in path[first:])
+def _why_the_host_waits(one: Operation, other: Operation) -> str:
+    if other in one.joins:
+        return f"{one} waits for rank {other.rank} to make {one.communicator}"
+    return f"host waits in {one} for rank {other.rank} to post {other}"
