@@ -5,8 +5,7 @@ python tests/kernels/compile_kernels.py WHAT CAPABILITY [HEAD_SIZE[xHEAD_SIZE_OF
 attention      forward, forward onto, backward, of one head size and dtype
 decode         attention to a cache, of one head size and dtype
 memory         the kernels of one pass over memory, of one head size and dtype
-in_place       the kernels that store where they read, some of them, and merge_into without its barrier;
-               in_place_every: of all sizes and dtypes
+in_place       kernels that store where they read, and merge_into without its barrier
 """
 
 from __future__ import annotations
@@ -69,9 +68,11 @@ def assembled(ptx: str, capability: int) -> dict[str, int]:
 
 
 def cases(what: str, arguments: list[str], folder: str) -> dict[str, launch_cases.Call]:
-    if what in ("in_place", "in_place_every"):
-        planted = {"without its barrier": launch_cases.without_barriers(folder)}
-        return launch_cases.in_place(every=what.endswith("every")) | planted
+    if what == "in_place":
+        bfloat16, float32 = launch_cases.DTYPES["bfloat16"], launch_cases.DTYPES["float32"]
+        calls = launch_cases.attention(128, 128, bfloat16) | launch_cases.merges(128, float32)
+        in_place = {name: calls[name] for name in ("forward onto", "merge_into", "merge_into rows")}
+        return in_place | {"without its barrier": launch_cases.without_barriers(folder)}
     d, _, e = arguments[0].partition("x")
     dtype = launch_cases.DTYPES[arguments[1]]
     if what == "memory":

@@ -199,32 +199,14 @@ def in_64_bits(module: ModuleType, call: Call) -> Call:
 
 
 def memory_bound(d: int, dtype: torch.dtype) -> dict[str, Call]:
-    """All kernels but attention, also with 64-bit offsets."""
+    """All kernels but attention, also with 64-bit offsets; those that store where they read also for two rows."""
     found = merges(d, dtype) | copies(d, dtype) | row_terms(d, dtype) | float8s(d, dtype) | convolutions(8 * d, dtype)
     long = {"gather_rows": permute} | dict.fromkeys(("pack_message", "unpack_message"), payloads)
     long |= {"convolve": convolution, "convolve_back": convolution}
-    long |= dict.fromkeys(("merge", "delta", "out_from_delta", "extents", "quantize e4m3"), row_blocks)
+    found |= {f"{name} of two": call for name, call in merges(d, dtype, 2).items() if "into" in name}
+    in_place = [name for name in found if "into" in name]
+    long |= dict.fromkeys((*in_place, "merge", "delta", "out_from_delta", "extents", "quantize e4m3"), row_blocks)
     return found | {f"{name}, 64 bits": in_64_bits(module, found[name]) for name, module in long.items()}
-
-
-def in_place(every: bool) -> dict[str, Call]:
-    """Kernels that store where they read: parts in full and in half precision, few rows and many.
-
-    every: of all head sizes, with offsets of 64 bits too.
-    """
-    found: dict[str, Call] = {}
-    for e in (16, 64, 80, 96, 128, 192, 256) if every else (64, 128):
-        for name, dtype in DTYPES.items() if every else [("float32", torch.float32), ("bfloat16", torch.bfloat16)]:
-            for rows in (2, 128):
-                calls = merges(e, dtype, rows)
-                for how in ("merge_into", "merge_into rows") if every else ("merge_into",):
-                    case = f"{how} {name} {e} x {rows}"
-                    found[case] = calls[how]
-                    if every:
-                        found[f"{case}, 64 bits"] = in_64_bits(row_blocks, calls[how])
-    for d in (64, 128, 256) if every else ():
-        found |= {f"{how} {d}": call for how, call in attention(d, d, torch.float32).items() if how.endswith("onto")}
-    return found | {"forward onto": attention(128, 128, torch.bfloat16)["forward onto"]}
 
 
 def without_barriers(folder: str) -> Call:
