@@ -28,7 +28,7 @@ def rules_table(kind: str, groups: Collection[str] = ()) -> str:
 
 
 def refused() -> str:
-    """The flags that are refused in all trainings, in a line, with an example of a refused value."""
+    """The flags that are refused in all training runs, in a line, with an example of a refused value."""
     rules = (rule for group, rule in _first_of("refuse") if group == "all")
     return ", ".join(_shown(rule) for rule in rules if rule.name.startswith("--"))
 

@@ -27,7 +27,7 @@ _LOSS = re.compile(r"elapsed time per iteration \(ms\): (?P<ms>[\d.]+).*lm loss:
 
 
 class TrainingError(Exception):
-    """A training or the building of its dataset failed; the message has the last lines of output."""
+    """A training run or the building of its dataset failed; the message has the last lines of output."""
 
 
 class Iteration(NamedTuple):

@@ -1,4 +1,4 @@
-"""The cases of ``cases.toml``: with context parallelism a training computes what it does without (``training``)."""
+"""The cases of ``cases.toml``: with context parallelism a training run computes what it does without (``training``)."""
 
 from __future__ import annotations
 

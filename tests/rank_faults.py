@@ -1,4 +1,4 @@
-"""Faults planted in one rank of a training: where, and what happens there.
+"""Faults planted in one rank of a training run: where, and what happens there.
 
     plant(Plant(rank=1, at="backward", step=3, do="kill"))      before the training starts, on every rank
 

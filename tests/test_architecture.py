@@ -209,7 +209,7 @@ def test_no_message_is_translated() -> None:
 EXPLAINED = {
     "engine/core/options.py: _DECLARED": "names of all options, filled where they are declared",
     "megatron/state.py: STATE": "the one State",
-    "engine/attention/recompute.py: _local": "of the thread: autograd repeats a forward in threads of its own",
+    "engine/attention/recompute.py: _local": "of the thread: autograd repeats a forward pass in threads of its own",
     "engine/comm/threads.py: _idle": "threads that outlive a call, since libraries keep what they build per thread",
     "engine/core/mask.py: _READ": "a cache of the numbers in a tensor, for as long as it lives unchanged",
     "engine/core/spelling.py: _python": "of the context: how messages that are written inside it spell options",

@@ -270,7 +270,7 @@ def assert_same_bits(got: Sequence[Record], want: Sequence[Record]) -> None:
 
 
 class Gap(NamedTuple):
-    """Relative differences between a training with context parallelism and one without."""
+    """Relative differences between a training run with context parallelism and one without."""
 
     loss: float
     """Largest of all steps."""

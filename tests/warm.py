@@ -39,7 +39,7 @@ def cpu_mode() -> Iterator[None]:
 
 @functools.cache
 def before_forking() -> None:
-    """Import what a training imports late, read sources once, and make Megatron's mock data smaller.
+    """Import what a training run imports late, read sources once, and make Megatron's mock data smaller.
 
     Megatron takes the help of its flags from its own source, 42 times in the start of a rank and a third of its time;
     the plugin looks for who holds what it replaces, for which every library beside Megatron is passed over here.

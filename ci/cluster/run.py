@@ -90,7 +90,7 @@ class _Rank(Rank):
     """A rank of a virtual cluster."""
 
     def __init__(self, apart: bool, rounds: int) -> None:
-        """apart: all ranks begin the backward together."""
+        """apart: all ranks begin the backward pass together."""
         super().__init__(torch.device("cpu"), rounds)
         self._apart = apart
 

@@ -1,4 +1,4 @@
-"""Plant faults in trainings and check how they end.
+"""Plant faults in training runs and check how they end.
 
     bash ci/faults/run.sh --short                a subset
     bash ci/faults/run.sh --all                  every fault
@@ -43,7 +43,7 @@ def main(
     lanes: Annotated[int, typer.Option(min=1, help="trials in parallel")] = 3,
     kept: Annotated[bool, typer.Option("--record", help="rewrite docs/faults.json: with --all")] = False,
 ) -> None:
-    """Plant faults in trainings and check how they end."""
+    """Plant faults in training runs and check how they end."""
     with errors_in_one_line():
         for name in only or ():
             one_of("--only", name, [fault.name for fault in FAULTS])

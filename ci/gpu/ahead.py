@@ -5,7 +5,7 @@
 Several processes share the work: each takes what no other has claimed by a file in the folder CLAIMS. Every step runs
 as on a GPU, on tensors without data (``tests/equipment/cuda``): it chooses, checks and launches as always, and Triton
 compiles what is launched and stops there. Nothing is compared or timed, and ranks run alone: their peers send zeros.
-Left out are trainings, and the kernels of libraries: fla tunes its own, which takes a GPU.
+Left out are training runs, and the kernels of libraries: fla tunes its own, which takes a GPU.
 
 If TRITON_LIBCUDA_PATH names a stub of the driver, the C modules are compiled, too, by which Triton launches kernels.
 """

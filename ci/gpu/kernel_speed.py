@@ -29,7 +29,7 @@ STRICTLY = 1.03
 STAIRCASE = 1.3
 """Target of the speed of one staircase launch over its split into causal tiles."""
 FP8 = 1.4
-"""Target of the speed of a forward in FP8 over bfloat16."""
+"""Target of the speed of a forward pass in FP8 over bfloat16."""
 
 
 CHECKED = 64
@@ -82,7 +82,7 @@ class Timed:
         return found
 
     def backward(self) -> Call:
-        """A call of the backward; the forward runs beforehand."""
+        """A call of the backward pass; the forward pass runs beforehand."""
         q, k, v, dout, *_ = self.x
         out, lse = self.forward()
         delta = (dout.float() * out.float()).sum(-1)
@@ -98,7 +98,7 @@ def random(size: Size, rows: int, keys: int, device: torch.device) -> Inputs:
 
 
 def floating_point_operations(block: Block, size: Size) -> float:
-    """Of the forward: two products per visible pair; the backward has five."""
+    """Of the forward pass: two products per visible pair; the backward pass has five."""
     pairs = sum(tile.pairs for tile in tiles(*block.area))
     return 2.0 * pairs * size.heads * (size.head_dim + size.v_head_dim)
 
@@ -206,7 +206,7 @@ def several_tiles(step: Step, size: Size, libraries: list[str]) -> None:
 
 
 def row_terms(step: Step, size: Size, libraries: list[str]) -> None:
-    """Time of the row term that libraries need besides lse, over that of a backward of one tile."""
+    """Time of the row term that libraries need besides lse, over that of a backward pass of one tile."""
     rows = (range(size.tokens),)
     for name in libraries:
         one = Timed(name, size, rows, (range(-size.tokens, 0),), step.device)

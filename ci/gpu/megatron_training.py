@@ -52,7 +52,7 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 
 
 class Run(NamedTuple):
-    """A training: flags of context parallelism and of the model."""
+    """A training run: flags of context parallelism and of the model."""
 
     name: str
     flags: str
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def preload() -> None:
-    """Import Megatron once for all ranks of all trainings, without initialising CUDA: they are forked."""
+    """Import Megatron once for all ranks of all training runs, without initialising CUDA: they are forked."""
     import sides
 
     sides.preload()

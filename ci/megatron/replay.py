@@ -48,7 +48,7 @@ STATES = (
 STACK = f"--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec {STATES} --hybrid-layer-pattern"
 DIVIDED = "--context-parallel-size 2 --cp-provider striped"
 TIMEOUT_S = 300.0
-"""Of a training; a case has three times as long."""
+"""Of a training run; a case has three times as long."""
 ENDS = {
     "refused": r"cp_plugin\.|ValueError: .*(cp_plugin|--cp-)",
     "lacks": "ModuleNotFoundError: No module named '(?!megatron|cp_)|ValueError: .*, which is not installed",

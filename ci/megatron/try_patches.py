@@ -70,7 +70,7 @@ def _minor(source: Path) -> str:
 
 
 def train(script: Path, folder: Path, ranks: int, flags: str) -> str:
-    """What a training prints; it ends this program if it fails."""
+    """What a training run prints; it ends this program if it fails."""
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, f"--nproc-per-node={ranks}", str(script), *FLAGS.split(), *flags.split()]
     world = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'kernels'}"}

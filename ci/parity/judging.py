@@ -1,4 +1,4 @@
-"""The verdict on a case: run its trainings, compare, and explain."""
+"""The verdict on a case: run its training runs, compare, and explain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start the ranks of a training: forked, or by torchrun or srun, whose ranks write files."""
+"""Start the ranks of a training run: forked, or by torchrun or srun, whose ranks write files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Failed(Exception):
 
 
 class Runner:
-    """Runs trainings, those shared by several cases only once."""
+    """Runs training runs, those shared by several cases only once."""
 
     def __init__(self, launcher: str, folder: Path, script: str | None) -> None:
         self._launcher, self._folder, self._script = launcher, folder, script

@@ -1,4 +1,4 @@
-"""The cases of ``cases.toml``, expanded over all providers, and the trainings of each."""
+"""The cases of ``cases.toml``, expanded over all providers, and the training runs of each."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Matrix(_Strict):
     seeds: tuple[int, ...]
     """Further seeds for CP 1 and upstream; the plugin is trained with Megatron's, 1234."""
     base: dict[str, str]
-    """Flags of every training (``common``), and those of a device."""
+    """Flags of every training run (``common``), and those of a device."""
     models: dict[str, Part]
     parallel: dict[str, Part]
     masks: dict[str, Part]
@@ -155,7 +155,7 @@ class Matrix(_Strict):
         return self._training(side, parallel.others, case, device, f"{flags} {linear}")
 
     def upstream(self, case: Case, device: Device) -> dict[str, Training]:
-        """Upstream's trainings by name; none if it cannot run the case."""
+        """Upstream's training runs by name; none if it cannot run the case."""
         parallel = self.parallel[case.parallel]
         if self.no_upstream(case, device) is not None:
             return {}

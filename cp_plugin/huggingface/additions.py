@@ -84,7 +84,7 @@ def _watched(hook: Any, note: Callable[[], Any], *args: Any) -> Any:
 
 
 def _additions(model: nn.Module) -> Iterator[tuple[Any, str, Any, int | None]]:
-    """What tells it apart, a name, and of a hook the mapping that it is in, and its number there."""
+    """Return what tells it apart, a name, and of a hook the mapping that it is in, and its number there."""
     for where, layer in model.named_modules():
         kind = next(x for x in type(layer).__mro__ if not x.__module__.startswith("torch.distributed"))
         things = {f"the forward of {where or 'the model'}": vars(layer).get("forward"), where: kind}

@@ -240,7 +240,7 @@ class Both:
 
 
 def require_same_attention(model: PreTrainedModel, division: Division) -> None:
-    """On whole sequences as long as the largest window in the config; collective. ValueError naming the layer.
+    """Compare on whole sequences as long as the largest window in the config; collective. ValueError naming the layer.
 
     Each layer's own call is kept (its mask, scale, window, sinks), but queries, keys and values are drawn anew, in
     float32 and large enough that caps and sinks are felt: so no error is hidden by the rest of the model, by its
@@ -313,7 +313,7 @@ def _compare_alone(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> None:
 
 
 def _logits(model: PreTrainedModel, result: Any, **inputs: Tensor) -> Any:
-    """Those of the call, or of another, where training fuses the head with the loss and makes none."""
+    """Return the call's logits, or another call's, where training fuses the head with the loss and makes none."""
     if result.logits is not None or not model.training:
         return result.logits
     model.eval()

@@ -99,12 +99,12 @@ class Division:
 
     @property
     def active(self) -> bool:
-        """Whether the model is divided, still or again."""
+        """True if the model is divided, still or again."""
         return bool(self.config._attn_implementation == self.name)
 
     @property
     def divides_layers(self) -> bool:
-        """Whether layers other than attention are divided, too: not while a probe asks for their own results."""
+        """True if layers other than attention are divided, too: not while a probe asks for their own results."""
         return self.active and not (self.probe is not None and self.probe.own)
 
     @property
@@ -210,7 +210,7 @@ class Division:
 
 
 def placed(cp: ContextParallel, documents: tuple[int, ...]) -> ContextParallel:
-    """Where the tokens of a pack are: ``cp`` itself, unless its layout is one for documents."""
+    """Return where the tokens of a pack are: ``cp`` itself, unless its layout is one for documents."""
     if cp.layout == DOCUMENTS and documents:
         return place_documents(cp, torch.tensor(documents))
     return cp

@@ -84,7 +84,7 @@ def shard(
 def part(
     cp: ContextParallel, input_ids: Tensor, following: Tensor | None, bounds: tuple[int, ...], running: bool = False
 ) -> dict[str, Any]:
-    """What ``shard`` returns, for labels ``[b, s]`` that are shifted already, or for none.
+    """Return what ``shard`` returns, for labels ``[b, s]`` that are shifted already, or for none.
 
     running: whether positions go on from document to document.
     """

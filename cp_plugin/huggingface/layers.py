@@ -226,7 +226,7 @@ def _placed(division: Division, tokens: int, cu_seqlens: Tensor | None) -> tuple
 
 
 def _normal(x: Tensor) -> Tensor:
-    """Of length 1, computed in float32 at least."""
+    """Scale to length 1, computed in float32 at least."""
     wide = x.float() if x.dtype.itemsize < 4 else x
     return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
@@ -238,7 +238,7 @@ def _stand_in(names: dict[str, Any]) -> None:
 
 
 def _calls(kind: type) -> bool:
-    """Whether a method of the class names one of the functions, or its convolution is a causal one."""
+    """Return True if a method of the class names one of the functions, or its convolution is a causal one."""
     module = sys.modules.get(kind.__module__)
     if module is None or not any(name in vars(module) for name in _FUNCTIONS):
         return False

@@ -58,7 +58,7 @@ class Reader:
         self._known: set[tuple[int, Mask]] = set()
 
     def stand_in(self, arguments: dict[str, Any], seq_length: int, documents: tuple[int, ...]) -> Tensor:
-        """What a layer gets for the arguments of an entry of AttentionMaskInterface."""
+        """Return what a layer gets for the arguments of an entry of AttentionMaskInterface."""
         try:
             if arguments.get("use_vmap"):
                 raise ValueError("a mask function of the model's own")

@@ -108,7 +108,7 @@ class Forward:
         return dict.fromkeys([*named, *list(usual)[1:]])
 
     def _passed_by(self) -> bool:
-        """Is this inner model called by a forward of the whole one that replaced the divided one?
+        """Return True if this inner model is called by a forward of the whole one that replaced the divided one.
 
         With rows of each rank's own that is right: it gets hidden states of its rows.
         """
@@ -298,13 +298,13 @@ def _method(model: PreTrainedModel) -> tuple[Callable[..., Any], Callable[[Any],
 
 
 def _skip(function: Any) -> None:
-    """From torch.compile: the frame itself, and not what it calls."""
+    """Hide the frame from torch.compile, but not what it calls."""
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo.eval_frame"].skip_code(function.__code__)
 
 
 def forwards(model: nn.Module) -> list[Forward]:
-    """Of the divided models in a model."""
+    """Return the forwards of the divided models in a model."""
     return [vars(layer)[_DIVIDED] for layer in model.modules() if _DIVIDED in vars(layer)]
 
 

@@ -160,7 +160,7 @@ class _Asked:
 
     @staticmethod
     def _logits(forward: Forward, x: Tensor) -> Tensor:
-        """By the model's own head, with whatever it, or a later wrapper of its forward, does to logits; float32."""
+        """Run the model's own head, with all that it, or a later wrapper of its forward, does to logits; float32."""
         model, division = forward.model, forward.division
         name, inside = model.base_model_prefix, division.inside
         done = nn.Module()  # an inner model that has run already
@@ -174,7 +174,7 @@ class _Asked:
 
 
 class _Output(tuple):
-    """As an inner model returns it, with nothing but hidden states."""
+    """An inner model's output, with hidden states only."""
 
     def __getattr__(self, name: str) -> Any:
         return self[0] if name == "last_hidden_state" else None

@@ -209,7 +209,7 @@ def _uneven() -> bool:
 
 
 def _unsummed() -> bool:
-    """Is this a step of accelerate's data parallelism without DistributedDataParallel, which sums gradients?"""
+    """Return True in a step of accelerate's data parallelism without DistributedDataParallel, which sums gradients."""
     if not torch.is_grad_enabled() or getattr(_loading(), "active_dataloader", None) is None:
         return False
     kind = sys.modules["accelerate.state"].AcceleratorState().distributed_type
@@ -302,7 +302,7 @@ def _to_own_rows(output: Any, where: _Where, training: bool, labelled: bool) -> 
 
 
 def _loss(cp: ContextParallel, loss: Tensor, training: bool) -> Tensor:
-    """In an evaluation the same value on every rank, because some ranks' are not counted in its last batch."""
+    """Give every rank the same value in an evaluation, because some ranks' are not counted in its last batch."""
     if training or cp.size == 1:
         return loss
     mean = gathered(cp.mesh, loss.detach().view(1)).mean(0)

@@ -83,7 +83,7 @@ def require_no_mixing(model: PreTrainedModel, division: Division) -> None:
 
 
 def _spreads_nothing(model: PreTrainedModel, ids: Tensor) -> None:
-    """In row i, token i is NaN."""
+    """Check that a token that is NaN, token i in row i, spreads nowhere."""
     culprits: list[str] = []
     own = torch.eye(TOKENS, dtype=torch.bool, device=ids.device)
 
@@ -115,7 +115,7 @@ def _spreads_nothing(model: PreTrainedModel, ids: Tensor) -> None:
 
 
 def _moves_nothing(model: PreTrainedModel, ids: Tensor) -> None:
-    """In row i, token i is another one."""
+    """Check that another token, token i in row i, changes no other token."""
     vocabulary = model.config.vocab_size
     other = (tokens(model, ids.size(1)) + 1 + vocabulary // 2) % vocabulary
     own = torch.eye(*ids.shape, dtype=torch.bool, device=ids.device)
@@ -225,7 +225,7 @@ _DRAWS |= dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "bernoulli"
 def probing(
     model: PreTrainedModel, division: Division, probe: Any, call: Call, training: bool = False
 ) -> Iterator[None]:
-    """In the ``with`` block attention is ``probe``, in this call and mode; the model is as before afterwards."""
+    """Replace attention by ``probe`` in the block, in this call and mode; the model is as before afterwards."""
     division.probe, division.call = probe, call
     try:
         with unchanged(model):
@@ -326,7 +326,7 @@ def _learned_positions(model: nn.Module) -> int:
 
 
 def coarsest(model: nn.Module, *computed: torch.dtype) -> torch.dtype:
-    """Of its parameters: what its results are rounded to somewhere, also where logits are float32."""
+    """Return the parameters' coarsest dtype: results are rounded to it somewhere, also where logits are float32."""
     dtypes = {p.dtype for p in model.parameters()}.union(computed)
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
     return max(floats, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)

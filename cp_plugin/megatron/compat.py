@@ -74,7 +74,7 @@ def find(target: str) -> tuple[Any, Any]:
 
 
 def places(target: str) -> list[str]:
-    """Where any version has a symbol, in the form of ``target``."""
+    """Return where any version has a symbol, in the form of ``target``."""
     module, _, qualname = target.partition(":")
     names = dict.fromkeys((qualname, qualname.replace(*RENAMED)))
     return [f"{place}:{name}" for place, name in product(MOVED.get(module, (module,)), names)]

@@ -76,7 +76,7 @@ class Documents:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """By which tokens are placed; those after the last document are one more."""
+        """Lengths by which tokens are placed; tokens after the last document are one more."""
         ends = list(numbers_in(self.places)) if self.places.dim() == 1 else self.places.flatten().tolist()
         if ends[0] != 0 or ends[-1] > self.tokens or any(a > b for a, b in pairwise(ends)):
             raise ValueError(
@@ -198,7 +198,7 @@ class MicroBatch:
 
     @property
     def bounds(self) -> Tensor | None:
-        """Of the documents, as ``Documents.bounds``; None: no pack."""
+        """The documents' bounds, as ``Documents.bounds``; None: no pack."""
         return None if self.documents is None else self.documents.bounds
 
     def positions(self, device: torch.device) -> Tensor:

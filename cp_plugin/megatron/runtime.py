@@ -46,12 +46,12 @@ def packs() -> bool:
 
 
 def converted() -> bool:
-    """Whether Megatron's layout manager converts around attention, and tokens are contiguous elsewhere."""
+    """Return True if Megatron's layout manager converts around attention, and tokens are contiguous elsewhere."""
     return STATE.model is not None and STATE.model.converted
 
 
 def batch_layout(cp: ContextParallel) -> ContextParallel:
-    """With the layout of batches and of all layers but attention."""
+    """Return the ``ContextParallel`` with the layout of batches and of all layers but attention."""
     return cp.with_layout(get_layout("contiguous")) if converted() and cp.size > 1 else cp
 
 
@@ -61,7 +61,7 @@ def register(group: dist.ProcessGroup, found: Mapping[Kind, ContextParallel]) ->
 
 
 def has_groups(group: dist.ProcessGroup) -> bool:
-    """Whether there is a ``ContextParallel`` for the ranks of this group."""
+    """Return True if there is a ``ContextParallel`` for the ranks of this group."""
     return group.size() == 1 or _key(group) in STATE.by_ranks
 
 
@@ -89,7 +89,7 @@ def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None =
 
 
 def alone(kind: Kind | None = None) -> ContextParallel:
-    """For a model, or a part of one, on a single context-parallel rank."""
+    """Return a ``ContextParallel`` for a model, or a part of one, on a single context-parallel rank."""
     kind = kind or STATE.settings.kinds[0]
     if kind not in STATE.alone:
         provider, options = STATE.settings.choice(kind)
@@ -100,7 +100,7 @@ def alone(kind: Kind | None = None) -> ContextParallel:
 
 
 def without_fp8() -> AbstractContextManager[None]:
-    """In the block, attention is computed, and sent, in the model's dtype."""
+    """Compute, and send, attention in the model's dtype in the block."""
 
     def exact(found: Mapping[Kind, ContextParallel]) -> dict[Kind, ContextParallel]:
         return {kind: cp.without_fp8() for kind, cp in found.items()}

@@ -69,7 +69,7 @@ class State:
     first_batch: Callable[[Mapping[str, Any], dist.ProcessGroup | None], None] | None = None
     """Compares the first batch between the ranks."""
     unchecked: tuple[Any, Any] | None = None
-    """Optimizer and schedule of learning rates of a training whose first step is still to be checked."""
+    """Optimizer and schedule of learning rates of a training run whose first step is still to be checked."""
     owed: int = 0
     """Step in which attention is checked since the start-up check could not be run; -1: the next one."""
     loaded: Mapping[str, str] = field(default_factory=dict)  # settings of the last checkpoint that was read

@@ -62,7 +62,7 @@ def apply(
         linear_attention: the variant of linear attention, as for ``--cp-linear-attention``.
         layer_pattern: linear (L) and softmax (N) layers, repeated over the layers; None: all linear.
         linear_provider: context parallelism of the linear layers; None: ``lasp2``.
-        recompute_attention: with recomputation, repeat attention in the backward instead of keeping its output.
+        recompute_attention: with recomputation, repeat attention in the backward pass instead of keeping its output.
         selfcheck: ``once`` or ``off``.
         check_every: check one call of attention every so many iterations, as ``--cp-check-every``; 0: never; None: its
             default.

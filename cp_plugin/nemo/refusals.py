@@ -37,12 +37,12 @@ def _bridges(module: str, name: str) -> Any:
 
 
 def fine_tunes(config: Any) -> bool:
-    """Whether the data is Bridge's ``GPTSFTDatasetConfig``: pairs of prompt and answer, packed or not."""
+    """Return True if the data is Bridge's ``GPTSFTDatasetConfig``: pairs of prompt and answer, packed or not."""
     return isinstance(config.dataset, _bridges("training.config", "GPTSFTDatasetConfig"))
 
 
 def _odd(length: str) -> Callable[[Any], bool]:
-    """Whether the length at a path violates Bridge's rule."""
+    """Return True if the length at a path violates Bridge's rule."""
 
     def refused(config: Any) -> bool:
         size, tokens = config.model.context_parallel_size, _value(config, length)
@@ -52,7 +52,7 @@ def _odd(length: str) -> Callable[[Any], bool]:
 
 
 def _odd_padding(config: Any) -> bool:
-    """Whether examples or packs are padded to lengths that the ranks cannot divide."""
+    """Return True if examples or packs are padded to lengths that the ranks cannot divide."""
     size, options = config.model.context_parallel_size, _value(config, "dataset.dataset_kwargs") or {}
     if not hasattr(config.dataset, "dataset_kwargs") or size < 2 or options.get("pad_to_max_length"):
         return False

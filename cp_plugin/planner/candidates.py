@@ -62,7 +62,7 @@ class Allowed:
     """Why none of our providers can; empty: some may."""
 
     def chosen_from(self, some: Iterable[Candidate]) -> list[Candidate]:
-        """Those that satisfy all of this."""
+        """Return the candidates that satisfy all of this."""
         theirs = set() if not self.stock else upstream_names(self.real) if self.real is not None else None
         return [c for c in some if self._can(c, theirs)]
 

@@ -17,12 +17,12 @@ SECONDS = 0.25
 
 
 def typical_error(*providers: str) -> float:
-    """Of a ratio of these providers' times: that of the one predicted worst."""
+    """Return the error of a ratio of these providers' times: that of the one predicted worst."""
     return max(OWN.get(name, KNOWN_ERROR) for name in providers)
 
 
 def tie(seconds: float, others: float, error: float = KNOWN_ERROR) -> bool:
-    """Whether predictions cannot tell the two apart: they differ by less than is typical of predictions."""
+    """Return True if predictions cannot tell the two apart: they differ by less than is typical of predictions."""
     return bool(max(seconds, others) <= (1 + error) * min(seconds, others))
 
 
@@ -34,7 +34,7 @@ def describe(providers: Iterable[str]) -> str:
 
 
 def legend(providers: Iterable[str]) -> str:
-    """How far predictions are off, for below a table or above a single one."""
+    """Return how far predictions are off, for below a table or above a single one."""
     return f"{describe(providers)} (medians, of predicted ratios; of predicted seconds {_percent(SECONDS)})"
 
 

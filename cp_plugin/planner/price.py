@@ -1,4 +1,4 @@
-"""Price of a candidate in a training: its attention simulated, or bounded from below by closed formulas."""
+"""Price of a candidate in a training run: its attention simulated, or bounded from below by closed formulas."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Priced:
 
     @property
     def provider(self) -> str:
-        """Of ours: of stock Megatron's methods the one that moves the same data."""
+        """Our provider; for stock Megatron's methods the one that moves the same data."""
         return self.candidate.setup.provider.name
 
     @property

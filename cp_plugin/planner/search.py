@@ -74,7 +74,7 @@ class Plan:
         return min(p.iteration.seconds for p in self.found[: self.tied])
 
     def beating(self, priced: Priced) -> Priced | None:
-        """Of those that tie the one most clearly faster than another method; None: that ties, too."""
+        """Find the one of those that tie most clearly faster than another method; None: that ties, too."""
         return find_faster(priced, self.found[: self.tied])
 
     def fits(self, priced: Priced) -> bool:
@@ -142,17 +142,17 @@ def _answer(asked: Asked, searches: Sequence[_Search], every: Sequence[_Search])
 
 
 def tying(some: Sequence[Priced]) -> list[Priced]:
-    """Those that none of them beats by more than the typical error; memory is not looked at."""
+    """Return those that none of them beats by more than the typical error; memory is not looked at."""
     return [p for p in some if find_faster(p, some) is None]
 
 
 def simplest(some: Sequence[Priced]) -> Priced:
-    """Of those that tie."""
+    """Return the simplest of those that tie."""
     return min(tying(some), key=_simplicity)
 
 
 def find_faster(one: Priced, others: Iterable[Priced]) -> Priced | None:
-    """Of the others the one most clearly faster; None: ``one`` ties with all that are predicted faster."""
+    """Find the one of the others most clearly faster; None: ``one`` ties with all that are predicted faster."""
 
     def margin(other: Priced) -> float:
         error = typical_error(one.provider, other.provider)
@@ -231,7 +231,7 @@ class _Search:
             list(self.best())
 
     def _ordered(self, some: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
-        """With lower bounds, lowest first; of equals the largest head axis, which exchanges least often."""
+        """Sort by lower bounds, lowest first; of equals the largest head axis, which exchanges least often."""
         bounds = [(self._bound(candidate), candidate) for candidate in some]
         return sorted(bounds, key=lambda pair: (pair[0], -(pair[1].setup.options.head_parallel or 1)))
 
@@ -241,7 +241,7 @@ class _Search:
         return iteration(self.asked.model, trained(candidate, self._fastest), self.asked.cluster, every).seconds
 
     def _fastest_shape(self) -> Parallel:
-        """With the recomputation that takes least of those that fit without attention."""
+        """Choose the recomputation that takes least time of those that fit without attention."""
         model, cluster = self.asked.model, self.asked.cluster
         shapes = [*self.shapes, *self._recompute_layers(lambda shape: footprint(model, shape))]
         return min(shapes, key=lambda shape: iteration(model, shape, cluster, self._alone).seconds)
@@ -281,7 +281,7 @@ class _Search:
         return [replace(full, recompute_layers=n) for n in some[first : first + 1]]
 
     def rank(self, priced: Priced) -> tuple[bool, float]:
-        """What fits first, then what is faster."""
+        """Order by what fits, then by what is faster."""
         return not self.asked.fits(priced.footprint), priced.iteration.seconds
 
 
@@ -293,7 +293,7 @@ def _simplicity(priced: Priced) -> tuple[bool, bool, int, float]:
 
 
 def _enough(in_vain: Sequence[int], bound: float, best: float) -> bool:
-    """Whether to stop trying a method.
+    """Return True if a method need not be tried any more.
 
     Args:
         in_vain: events of each candidate simulated since the last improvement.

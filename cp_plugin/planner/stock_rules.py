@@ -54,7 +54,7 @@ def needed(problem: Problem) -> Iterator[Rule]:
 
 
 def can(comm_type: str, problem: Problem) -> bool:
-    """Whether it supports the problem's windows, sinks and documents in ``VERSION``."""
+    """Return True if it supports the problem's windows, sinks and documents in ``VERSION``."""
     return all(comm_type in rule.since for rule in needed(problem))
 
 

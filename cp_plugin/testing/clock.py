@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 Call = Callable[[Callable[[], object]], object]
-"""A forward and a backward; its argument is called in between."""
+"""A forward and a backward pass; its argument is called in between."""
 
 
 class Both(NamedTuple):
@@ -29,7 +29,7 @@ class Taken(NamedTuple):
 
     @classmethod
     def from_rounds(cls, ranks: Sequence[Sequence[Both]], factor: float = 1.0) -> Taken:
-        """From the rounds of all ranks; ``factor`` scales the times."""
+        """Combine the rounds of all ranks; ``factor`` scales the times."""
         rounds = list(zip(*ranks, strict=True))
         return cls(*([factor * max(s[which] for s in of_ranks) for of_ranks in rounds] for which in (0, 1)))
 

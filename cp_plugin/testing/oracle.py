@@ -72,7 +72,7 @@ def tensors(problem: Problem) -> tuple[str, ...]:
 
 
 def seen(problem: Problem) -> Tensor:
-    """Which keys each query sees, by window and documents: bool ``[s, s]``."""
+    """Return True for keys that a query sees, by window and documents: bool ``[s, s]``."""
     position = torch.arange(problem.seq_length)
     found = ~not_seen(position, position, causal=False, window=problem.window)
     for start, end in pairwise(problem.bounds):
@@ -82,7 +82,7 @@ def seen(problem: Problem) -> Tensor:
 
 
 def not_seen(queries: Tensor, keys: Tensor, causal: bool, window: Window | None) -> Tensor:
-    """Which keys (columns) the queries (rows) at these positions do not see: bool ``[q, k]``."""
+    """Return True for keys (columns) that queries (rows) at these positions do not see: bool ``[q, k]``."""
     ahead = keys - queries[:, None]
     before, after = window or (-1, -1)
     hidden = torch.zeros_like(ahead, dtype=torch.bool)

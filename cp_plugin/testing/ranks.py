@@ -17,12 +17,12 @@ from cp_plugin.testing.launch import run_ranks
 
 
 def is_under_torchrun() -> bool:
-    """Whether this process was started as one of several ranks."""
+    """Return True if this process was started as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_first() -> bool:
-    """Whether this process reports for all ranks: it forks them, or is rank 0."""
+    """Return True if this process reports for all ranks: it forks them, or is rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 

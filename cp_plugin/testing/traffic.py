@@ -101,7 +101,7 @@ def _ring(problem: Problem) -> Row:
 
 
 def trace(setup: Setup, index: int) -> Formula:
-    """What one rank sends, by a dry run without peers."""
+    """Return what one rank sends, by a dry run without peers."""
     cp = ContextParallel(setup, mesh=TraceMesh(setup.axes, index))
     with WithoutData():
         return _sent(cp, setup.problem, "meta")

@@ -60,7 +60,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether there is a result with every tensor within its limit."""
+        """True if there is a result with every tensor within its limit."""
         return not self.failure and all(error <= self.limits[name] for name, error in self.errors.items())
 
 

@@ -81,7 +81,7 @@ class Found(NamedTuple):
 
 
 def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options: Options) -> list[Setup]:
-    """As ``verify.plan``, without setups that differ in the backward only."""
+    """As ``verify.plan``, without setups that differ in the backward pass only."""
     found: dict[Any, Setup] = {}
     for setup in training.plan(chosen, problems, options):
         reason, alike = setup.reason or _reason(setup), replace(setup.options, backward=None)
@@ -91,7 +91,7 @@ def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options:
 
 
 def _reason(setup: Setup) -> str | None:
-    """Why the setup's prompts cannot be split into two chunks, or leave no single state; None if they can."""
+    """Return why the setup's prompts cannot be split into two chunks, or leave no single state; None if they can."""
     n, size = setup.problem.seq_length, setup.problem.size
     if setup.provider.kind == "linear" and setup.layout == DOCUMENTS.name:
         return f"on the layout {DOCUMENTS.name!r} linear attention leaves no one state behind"
@@ -115,7 +115,7 @@ def make_texts(problem: Problem, kind: Kind) -> Texts:
 
 
 def _lengths(problem: Problem) -> tuple[int, ...]:
-    """Of the prompts."""
+    """Return the prompts' lengths."""
     n = problem.seq_length
     return tuple(n if i % 2 else n // 2 + 1 for i in range(problem.batch))
 

@@ -202,7 +202,7 @@ def document_lengths(text: str, seq_length: int) -> tuple[int, ...]:
 
 
 def bounds(text: str, seq_length: int) -> tuple[int, ...]:
-    """Where the documents of a sequence begin, and its length.
+    """Return where the documents of a sequence begin, and its length.
 
     Given lengths are repeated until the sequence is full; the last document is truncated. ValueError for a text that is
     neither a file, nor lengths, nor a distribution, and for invalid lengths.

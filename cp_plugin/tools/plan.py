@@ -210,7 +210,7 @@ def plan(
 
 
 def _reproduced(names: list[str]) -> bool:
-    """Whether the predictions are within their limits; ValueError without the published figures."""
+    """Return True if the predictions are within their limits; ValueError without the published figures."""
     folder = Path(__file__).parents[2] / "ci" / "papers"
     if not folder.is_dir():
         raise ValueError(

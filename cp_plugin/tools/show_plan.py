@@ -73,7 +73,7 @@ def fold(some: Sequence[Priced]) -> list[list[Priced]]:
 
 
 def stock_rules(plan: Plan) -> Iterator[str]:
-    """What stock Megatron can do of what the model asks for, and since when."""
+    """Return what stock Megatron can do of what the model asks for, and since when."""
     letters = set(plan.asked.model.attention_pattern) - {LINEAR}
     asked = [problem(plan.asked.model, plan.best.parallel, letter) for letter in sorted(letters)]
     rules = dict.fromkeys(rule for one in asked for rule in rules_for(one))
@@ -94,7 +94,7 @@ def packed(p: Parallel) -> Iterator[str]:
 
 
 def why(plan: Plan) -> Iterator[str]:
-    """Why the winner wins: its time, what ties with it, and the others' times relative to what beats them."""
+    """Return why the winner wins: its time, what ties with it, and the others' times relative to what beats them."""
     best = plan.best
     if not plan.fits(best):
         yield (

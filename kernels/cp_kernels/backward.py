@@ -268,5 +268,5 @@ def _of_records(records, rows, there, WIDTH: tl.constexpr):
 
 @triton.jit
 def _log2(lse):
-    """To base 2; +inf where all scores were -inf, so that every probability is 0."""
+    """Convert to base 2; +inf where all scores were -inf, so that every probability is 0."""
     return tl.where(lse == -float("inf"), float("inf"), lse) * LOG2_E

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def converts(x: Tensor) -> bool:
-    """Whether the tensor's device has instructions for float8."""
+    """Return True if the tensor's device has instructions for float8."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 

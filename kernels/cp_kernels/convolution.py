@@ -24,7 +24,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ELEMENTS = 4096
 """Of the taps of a block of rows, held in registers: 32 numbers for each of 128 threads."""
 CHUNK = 256
-"""Rows of one program of the backward, which stores one row of sums for each tap."""
+"""Rows of one program of the backward pass, which stores one row of sums for each tap."""
 
 
 def convolve(x: Tensor, halo: Tensor, places: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

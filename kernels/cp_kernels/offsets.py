@@ -35,7 +35,7 @@ def check_rows_apart(**tensors: Tensor) -> None:
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """In which sums of its numbers are kept."""
+    """Return the dtype in which sums of its numbers are kept."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

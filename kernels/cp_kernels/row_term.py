@@ -1,4 +1,4 @@
-"""Row terms of the backward: delta, and an ``out'`` that stands in for ``out`` where only delta is known.
+"""Row terms of the backward pass: delta, and an ``out'`` that stands in for ``out`` where only delta is known.
 
     delta            rowsum(dout * out)                      reads dout and out, writes one number per row
     out_from_delta   out' with rowsum(dout * out') = delta   reads dout, writes out'

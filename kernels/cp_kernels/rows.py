@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
 
 def blocks(*tensors: Tensor, further: int = 0) -> Blocks:
-    """For ``[s, b, h, d]`` tensors of one shape, and others of its first dimensions, with any strides.
+    """Choose blocks for ``[s, b, h, d]`` tensors of one shape, and others of its first dimensions, with any strides.
 
     further: elements reached beyond them.
     """

@@ -32,7 +32,7 @@ class Gpu(Enum):
 
 
 def gpu(device: torch.device) -> Gpu:
-    """Of a device; of the interpreter's, the sizes of an A100."""
+    """Read a device's sizes; for the interpreter's, those of an A100."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     by_generation = {9: Gpu.HOPPER, 10: Gpu.BLACKWELL, 11: Gpu.BLACKWELL}
     return Gpu.AMPERE if capability in ((8, 0), (8, 7)) else by_generation.get(capability[0], Gpu.SMALL)
@@ -44,7 +44,7 @@ def _in_float32(size: int, on: Gpu) -> Sizes:
 
 
 def forward_sizes(d: int, e: int, dtype: torch.dtype, on: Gpu) -> Sizes:
-    """For heads of d elements in q and k, and e in v."""
+    """Choose sizes for heads of d elements in q and k, and e in v."""
     size = max(d, e)
     if dtype == torch.float32:
         return _in_float32(size, on)
@@ -69,7 +69,7 @@ def decode_sizes(rows: int, d: int, e: int, dtype: torch.dtype) -> Sizes:
 
 
 def dq_sizes(d: int, e: int, dtype: torch.dtype, on: Gpu) -> Sizes:
-    """For dq: a program holds queries and iterates over keys."""
+    """Choose sizes for dq: a program holds queries and iterates over keys."""
     size = max(d, e)
     if dtype == torch.float32:
         return _in_float32(size, on)
@@ -82,7 +82,7 @@ def dq_sizes(d: int, e: int, dtype: torch.dtype, on: Gpu) -> Sizes:
 
 
 def dkv_sizes(d: int, e: int, dtype: torch.dtype, on: Gpu) -> Sizes:
-    """For dk and dv: a program holds keys and iterates over queries."""
+    """Choose sizes for dk and dv: a program holds keys and iterates over queries."""
     size = max(d, e)
     if dtype == torch.float32:
         return _in_float32(size, on)
@@ -97,7 +97,7 @@ def dkv_sizes(d: int, e: int, dtype: torch.dtype, on: Gpu) -> Sizes:
 
 
 def precision(x: torch.Tensor) -> str:
-    """Of matrix products: float32 does not use TF32; "widened" for the interpreter, which only multiplies float32."""
+    """Name matrix products' precision: float32 without TF32; "widened": the interpreter only multiplies float32."""
     if x.device.type == "cpu":
         return "widened"
     return "ieee" if x.dtype == torch.float32 else "tf32"

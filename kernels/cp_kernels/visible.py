@@ -150,6 +150,6 @@ def _ends(documents: tuple[int, ...], end: int) -> Tensor:
 
 
 def _on(x: Sequence[tuple[int, ...]] | Tensor, device: torch.device) -> Tensor:
-    """As int32, copied asynchronously."""
+    """Copy to the device as int32, asynchronously."""
     x = torch.as_tensor(x, dtype=torch.int32)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

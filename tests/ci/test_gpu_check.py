@@ -186,7 +186,7 @@ def test_a_wrong_kernel_is_named_and_only_its_own_timings_are_withheld(folder: P
 @nightly
 @pytest.mark.parametrize("step, needs, n", [("megatron_training", "megatron", 7), ("huggingface", "transformers", 3)])
 def test_training_over_process_groups(step: str, needs: str, n: int, tmp_path: Path) -> None:
-    """All trainings of the check, with Megatron and with transformers."""
+    """All training runs of the check, with Megatron and with transformers."""
     pytest.importorskip(needs)
     (tmp_path / "site").mkdir()
     done = check(tmp_path, "--smoke", "--only", step)

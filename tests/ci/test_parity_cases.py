@@ -37,7 +37,7 @@ class OnePercentMissing:
         return grads and grads._replace(dv=(0.99 if dist.get_rank() == 1 else 1) * grads.dv)
 
 
-@cache  # a method is built several times in a training
+@cache  # a method is built several times in a training run
 def token_count():
     from cp_plugin.megatron.models import gpt
 

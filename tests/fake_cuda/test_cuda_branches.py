@@ -123,7 +123,7 @@ def test_lengths_that_vary_stop_building_plans(gpu: Start, te: bool, mask: str) 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("backend", ["cudnn", "te"])
 def test_a_plan_meets_one_order_of_dout(gpu: Start, backend: str, batch_first: bool) -> None:
-    """cuDNN's graph of a backward has the strides of its first call's out and dout (asserted in ``Ops.plan``)."""
+    """cuDNN's graph of a backward pass has the strides of its first call's out and dout (asserted in ``Ops.plan``)."""
     device, case = gpu(), Softmax(provider="ring", backend=backend)
     cp, s, h, d = case.context_parallel(), case.tokens, case.problem.heads, case.head_dim
     shape = (2, s, h, d) if batch_first else (s, 2, h, d)

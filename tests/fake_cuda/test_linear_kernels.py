@@ -111,7 +111,7 @@ def test_training_is_refused_before_it_starts(gpu: Start, variant: str, triton: 
 @pytest.mark.parametrize("provider", ["lasp2", "lasp1", "zeco"])
 @pytest.mark.parametrize("decay", [None, (), (16,)], ids=["no decay", "a decay per token", "a decay per key"])
 def test_fla_runs_the_delta_rule_once_in_each_pass(gpu: Start, provider: str, decay: tuple[int, ...] | None) -> None:
-    """Outputs and maps from one call; in the backward one more call and its backward, and no triangular system."""
+    """Outputs and maps from one call; in the backward pass one more call and its backward, and no triangular system."""
     name = {None: "chunk_delta_rule", (): "chunk_gated_delta_rule", (16,): "chunk_kda"}[decay]
     device, tokens = gpu(), 128
     q, k, v, beta = leaf(tokens, 1, 4, 16), leaf(tokens, 1, 2, 16), leaf(tokens, 1, 2, 16), leaf(tokens, 1, 2)

@@ -152,7 +152,7 @@ def test_invisible_blocks_are_never_loaded() -> None:
     want = answer(x, rows, keys, view, 0.3)
     visible = seen(rows, keys, view).any(0).nonzero().flatten()
     hidden = torch.ones(x.k.size(0), dtype=torch.bool)
-    hidden[visible[0] // 32 * 32 : visible[-1] + 1] = False  # the backward has blocks of 32 keys
+    hidden[visible[0] // 32 * 32 : visible[-1] + 1] = False  # the backward pass has blocks of 32 keys
     k, v = x.k.clone(), x.v.clone()
     k[hidden] = v[hidden] = torch.nan
     assert hidden.sum() > 90

@@ -1,4 +1,4 @@
-"""Faults that are planted in a training, for tests that must find them: a row each."""
+"""Faults that are planted in a training run, for tests that must find them: a row each."""
 
 from __future__ import annotations
 

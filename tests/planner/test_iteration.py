@@ -139,7 +139,7 @@ def test_gradient_collectives_overlap_with_the_backward() -> None:
     alone = replace(p, overlap_gradients=False, overlap_parameters=False)
     plain, sharded = (iteration(LLAMA, replace(alone, zero=zero), CLUSTER, NO_ATTENTION) for zero in (p.zero, 3))
     assert plain.gradients == pytest.approx(sums + gathers)
-    assert sharded.gradients == pytest.approx(sums + 2 * gathers), "parameters for the backward, too"
+    assert sharded.gradients == pytest.approx(sums + 2 * gathers), "parameters for the backward pass, too"
     assert iteration(LLAMA, replace(p, zero=3), CLUSTER, Seconds(1.0, 1.0)).gradients == 0
     bucket = 40e6 / elements
     assert iteration(LLAMA, p, CLUSTER, NO_ATTENTION).gradients == pytest.approx((sums + gathers) * bucket)
@@ -151,7 +151,7 @@ def test_gradient_collectives_overlap_with_the_backward() -> None:
 
 
 def test_fp8_products_cast_their_inputs() -> None:
-    """Four bytes an element: inputs in a forward, gradients in a backward."""
+    """Four bytes an element: inputs in a forward pass, gradients in a backward."""
     slow = override(CLUSTER, device={"memory_bytes_per_s": 1e12, "gemm_flops_per_s": {"float8": 100e12}})
     p = Parallel(seq_length=8192)
     plain, cast = (replace(p, gemm_dtype=dtype) for dtype in ("bfloat16", "float8"))

@@ -90,7 +90,7 @@ _FOREIGN = ("srun", "torchrun", "pip", "python", "sbatch")
 
 @pytest.fixture(scope="module", autouse=True)
 def _megatron() -> Iterator[None]:
-    """Megatron, imported once for the forked processes that read the flags of a training."""
+    """Megatron, imported once for the forked processes that read the flags of a training run."""
     with cpu_mode():
         import megatron.training.training  # noqa: F401
 
@@ -155,7 +155,7 @@ def test_scripts_run_what_they_say() -> None:
 def execute(command: Printed, here: Path) -> None:
     """Run a command; AssertionError if it fails or is unknown.
 
-    ValueError for a training whose flags are refused.
+    ValueError for a training run whose flags are refused.
     """
     covered = any(re.match(pattern, command.text) for pattern in COVERED)
     known = next((how for pattern, how in HOW.items() if re.match(pattern, command.text)), None)

@@ -28,7 +28,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """Run an example as its command does, its trainings forked from here; return the exit status."""
+    """Run an example as its command does, its training runs forked from here; return the exit status."""
     with cpu_mode():
         import megatron.training.training  # noqa: F401
 

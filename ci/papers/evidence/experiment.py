@@ -1,7 +1,7 @@
 """Prediction of a published row: attention from its timeline, the rest of a step from the planner's iteration.
 
 training        a step, forward and backward, of all layers
-prefill         the forward of all layers, and the output layer for the last token
+prefill         the forward pass of all layers, and the output layer for the last token
 attention ...   one call
 """
 

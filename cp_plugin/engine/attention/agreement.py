@@ -55,7 +55,7 @@ class Calls:
         return self.compared and (number <= FIRST or number & (number - 1) == 0 or number % EVERY == 0)
 
     def is_compared(self) -> bool:
-        """Whether this call is; counts it."""
+        """Return True if this call is compared; count it."""
         found = self.is_next_compared()
         self.number += 1
         return found
@@ -211,7 +211,7 @@ def _first(texts: Sequence[str]) -> ValueError | None:
 
 
 def _device(mesh: Mesh, device: torch.device) -> torch.device:
-    """Where a small message can travel from."""
+    """Return where a small message can travel from."""
     if device.type == "cpu" and isinstance(mesh, GroupMesh):
         group = next((group for group in mesh.groups.values() if group is not None), None)
         return torch.device("cpu") if group is None else torch.device(device_of(group))

@@ -49,7 +49,7 @@ def off(kind: str) -> AbstractContextManager[Any]:
 
 
 def is_on(kind: str) -> bool:
-    """Whether arguments on such a device are cast; the meta device has no autocast."""
+    """Return True if arguments on such a device are cast; the meta device has no autocast."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 

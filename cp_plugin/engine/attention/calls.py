@@ -88,7 +88,7 @@ def with_float32_sums(provider: Provider, problem: Problem, options: Options) ->
 
 
 def can_place(provider: Provider, problem: Problem) -> bool:
-    """Whether tokens can be placed for the problem's documents on this provider."""
+    """Return True if tokens can be placed for the problem's documents on this provider."""
     return DOCUMENTS.name in provider.layouts and bool(problem.bounds) and problem.causal and problem.size > 1
 
 
@@ -211,7 +211,7 @@ def call_kernel(
     Args:
         x: q, k, v and dout.
         mask: of the whole sequence.
-        sent: applied to out before the backward sees it.
+        sent: applied to out before the backward pass sees it.
         between: called after the forward.
     """
     q, k, v, dout = x

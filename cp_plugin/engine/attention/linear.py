@@ -139,7 +139,7 @@ class LinearAttention(Sharding):
     provider: Provider
     options: Options
     from_python: bool
-    """Whether messages write options as arguments: it was made in Python, not from the flags of a training."""
+    """Whether messages write options as arguments: it was made in Python, not from the flags of a training run."""
     _calls: agreement.Calls
     _scans: Recent[Hashable, tuple[Scan, Parts]]
 

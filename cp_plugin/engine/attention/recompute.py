@@ -2,7 +2,7 @@
 
     layers = Recomputed(layers)
     layers(x)    # forward; activations are dropped, but ``once`` keeps its results
-    layers(x)    # recomputation, in the backward: ``once`` returns them in the same order
+    layers(x)    # recomputation, in the backward pass: ``once`` returns them in the same order
 
 Wrap the checkpointed function anew for each call:
 ``torch.utils.checkpoint.checkpoint(Recomputed(layers), x, use_reentrant=False)``. Results belong to the wrapper, so
@@ -64,12 +64,12 @@ def once[T](compute: Callable[[], T]) -> T:
 
 
 def to_be_repeated() -> bool:
-    """Whether this run will be repeated, even if it has no gradients itself."""
+    """Return True if this run will be repeated, even if it has no gradients itself."""
     return any(region.run == 1 for region in _regions())
 
 
 _UNEQUAL = "it must call the same layers in the same order as the forward pass"
-_local = threading.local()  # a backward may run in another thread than the forward
+_local = threading.local()  # a backward pass may run in another thread than the forward pass
 
 
 def _regions() -> list[Recomputed[..., Any]]:

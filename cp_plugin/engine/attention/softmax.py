@@ -1,6 +1,6 @@
-"""Softmax attention by any composed method: the forward, and the only autograd.Function for it in this package.
+"""Softmax attention by any composed method: the forward pass, and the only autograd.Function for it in this package.
 
-Outer moves with ``Moved.kept`` are made once: the backward starts from what they brought.
+Outer moves with ``Moved.kept`` are made once: the backward pass starts from what they brought.
 
 A sink is one more score per head, with no value behind it (StreamingLLM, arXiv 2309.17453; gpt-oss):
 
@@ -30,7 +30,7 @@ from cp_plugin.engine.methods.protocol import Attend
 
 
 class Attended(NamedTuple):
-    """Results of a forward, for its backward and for a recomputation."""
+    """Results of a forward pass, for its backward and for a recomputation."""
 
     home: Tensor
     """Output of this rank's own rows."""

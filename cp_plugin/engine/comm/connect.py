@@ -84,5 +84,5 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def network_between(device: torch.device | str) -> Network:
-    """What carries messages between such devices: Gloo between CPUs, NCCL between GPUs."""
+    """Return what carries messages between such devices: Gloo between CPUs, NCCL between GPUs."""
     return "gloo" if torch.device(device).type == "cpu" else "nccl"

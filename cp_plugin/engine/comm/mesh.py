@@ -280,7 +280,7 @@ def flat_index(axes: Mapping[str, int], at: Mapping[str, int]) -> int:
 
 
 def axis_groups(ranks: Sequence[int], axes: Mapping[str, int], extra: Sequence[str] = ()) -> dict[str, list[list[int]]]:
-    """For every axis of more than one rank, the lists of ranks that differ in that coordinate only.
+    """Return, for every axis of more than one rank, the lists of ranks that differ in that coordinate only.
 
     All ranks get the same lists in the same order.
 

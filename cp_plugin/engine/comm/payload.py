@@ -93,7 +93,7 @@ class PayloadMesh(Over):
         return self._opened(pending, tensors, lambda t: tuple(received))
 
     def _closed(self, tensors: Sequence[Tensor], parts: Parts = _whole) -> Tensors:
-        """What travels: one message of all payloads, if there are any, then the other tensors."""
+        """Return what travels: one message of all payloads, if there are any, then the other tensors."""
         packed = list(filter(_packed, tensors))
         message = (fused.pack_message(packed, list(map(parts, packed)), self._block),) if packed else ()
         return (*message, *_others(tensors))

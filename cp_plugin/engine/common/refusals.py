@@ -49,7 +49,7 @@ def say(message: str) -> None:
 
 
 def exit_status(main: Callable[[], int]) -> int:
-    """What ``main`` returns; if it ends in a refusal, print that and return ``STATUS``."""
+    """Return what ``main`` returns; if it ends in a refusal, print that and return ``STATUS``."""
     try:
         return main()
     except KINDS as error:
@@ -60,7 +60,7 @@ def exit_status(main: Callable[[], int]) -> int:
 
 
 def print_uncaught() -> None:
-    """From now on an uncaught refusal ends this process with its message alone; idempotent."""
+    """Make an uncaught refusal end this process with its message alone; idempotent."""
     before = sys.excepthook
     if getattr(before, "__module__", None) == __name__:
         return

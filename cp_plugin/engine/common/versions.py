@@ -18,18 +18,18 @@ def version_tuple(version: str) -> tuple[int, ...]:
 
 
 def is_in_range(version: str, supported: str) -> bool:
-    """Whether a version lies in a range such as ``>=0.18,<0.21``."""
+    """Return True if a version lies in a range such as ``>=0.18,<0.21``."""
     low, high = (version_tuple(bound.lstrip("<>=")) for bound in supported.split(","))
     return low <= version_tuple(version) < high
 
 
 def megatron_supported(version: str) -> bool:
-    """Whether megatron-core's version lies in ``MEGATRON_RANGE``."""
+    """Return True if megatron-core's version lies in ``MEGATRON_RANGE``."""
     return is_in_range(version, MEGATRON_RANGE)
 
 
 def torch_supported(version: str) -> bool:
-    """Whether torch is ``TORCH_MINIMUM`` or newer."""
+    """Return True if torch is ``TORCH_MINIMUM`` or newer."""
     return version_tuple(version) >= version_tuple(TORCH_MINIMUM)
 
 

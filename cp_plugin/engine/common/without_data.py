@@ -62,7 +62,7 @@ def kind_of(func: Any) -> Kind:
 
 
 def _concerns(args: Any, named: Any) -> bool:
-    """Whether the operation belongs to the method.
+    """Return True if the operation belongs to the method.
 
     Positions are real tensors: they are sorted on the host during the trace and copied to the device once for all
     calls.

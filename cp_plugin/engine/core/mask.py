@@ -34,7 +34,7 @@ class Mask(NamedTuple):
 
     @classmethod
     def from_arguments(cls, causal: bool, window: Window | None = None, documents: tuple[int, ...] = ()) -> Mask:
-        """From public arguments. A causal mask hides everything after a token, whatever the window."""
+        """Make a mask from public arguments. A causal mask hides everything after a token, whatever the window."""
         left, right = (None if n == -1 else n for n in window or (-1, -1))
         return cls(left, 0 if causal else right, documents)
 
@@ -45,7 +45,7 @@ class Mask(NamedTuple):
 
     @property
     def windowed(self) -> bool:
-        """Whether a query may miss earlier tokens of its document."""
+        """True if a query may miss earlier tokens of its document."""
         return self.left is not None
 
     @property
@@ -55,7 +55,7 @@ class Mask(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether document bounds are part of the mask (and may change with every batch)."""
+        """True if document bounds are part of the mask (and may change with every batch)."""
         return bool(self.documents)
 
     def interval(self, positions: Tensor, seq_length: int) -> tuple[Tensor, Tensor]:

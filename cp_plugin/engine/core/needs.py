@@ -167,7 +167,7 @@ def _steps(apart: Tensor, step: Tensor) -> Tensor:
 
 
 def _sees_in_step(piece: _Pieces, segment: _Held, mask: Mask) -> Tensor:
-    """Whether a query sees any key of a segment of the same step, for windows narrower than the step.
+    """Return True if a query sees any key of a segment of the same step, for windows narrower than the step.
 
     Query m sees key j if ``first <= m - j <= last``: if such a difference exists, all keys between the ends of the
     windows are seen, otherwise none.

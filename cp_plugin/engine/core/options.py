@@ -113,14 +113,14 @@ def grids(ranks: int) -> list[tuple[int, int]]:
 
 
 def not_a_grid(grid: tuple[int, int], ranks: int) -> str | None:
-    """Why these rows and columns are no grid of the ranks; None if they are."""
+    """Return why these rows and columns are no grid of the ranks; None if they are."""
     if tuple(grid) in grids(ranks):
         return None
     return f"does not hold {ranks} context-parallel ranks: use one of {', '.join(map(show_option, grids(ranks)))}"
 
 
 def not_a_divisor(number: int, ranks: int) -> str | None:
-    """Why the ranks cannot be divided into groups of this number; None if they can."""
+    """Return why the ranks cannot be divided into groups of this number; None if they can."""
     if number >= 1 and ranks % number == 0:
         return None
     return f"does not divide {ranks} context-parallel ranks: use one of {divisors(ranks)}"

@@ -8,7 +8,7 @@
 
     scaling = Delayed(16, algorithm="max")
     out = cp.attention(q, k, v, scaling=scaling)    # forward and backward record largest elements
-    scaling.update(group)                           # once per step, after the backward; collective
+    scaling.update(group)                           # once per step, after the backward pass; collective
 
 dp is dS = P * (dout v - delta); dqkv is dq, dk and dv, which share one scale as in Transformer Engine. P <= 1 has a
 fixed scale. All scales are powers of two, so payloads already rounded in transit are not rounded again. Nothing here

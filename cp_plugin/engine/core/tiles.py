@@ -97,7 +97,7 @@ def tiles_up_to(most: int, q_segments: Segments, k_segments: Segments, mask: Mas
 
 
 def may_meet(q_segments: Segments, k_segments: Segments, mask: Mask) -> bool:
-    """Whether any query may see any key, judged by segment ends; ignores documents."""
+    """Return True if any query may see any key, judged by segment ends; ignores documents."""
 
     def meet(q: range, k: range) -> bool:
         before = mask.left is None or k[-1] >= q[0] - mask.left

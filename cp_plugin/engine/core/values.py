@@ -43,7 +43,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries(Shard):
-    """The query side: queries in the forward, plus inputs of their gradient in the backward."""
+    """The query side: queries in the forward pass, plus inputs of their gradient in the backward."""
 
     q: Tensor
     """``[s, b, h, d]``"""

@@ -157,5 +157,5 @@ class Slots:
 
 
 def _below(segment: range, position: int) -> int:
-    """How many positions of an increasing segment lie before this one."""
+    """Return how many positions of an increasing segment lie before this one."""
     return min(len(segment), max(0, -(-(position - segment.start) // segment.step)))

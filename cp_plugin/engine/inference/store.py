@@ -150,7 +150,7 @@ def _attend(q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scores: Sc
 
 
 def _hidden(held: Tensor, positions: Tensor, window: Window | None) -> Tensor:
-    """Which slots a query does not see: bool ``[b, 1, 1, t, n]``."""
+    """Return True for slots that a query does not see: bool ``[b, 1, 1, t, n]``."""
     apart = positions.T.unsqueeze(2) - held.T.unsqueeze(1)
     seen = apart >= 0
     if window is not None and window[0] != -1:

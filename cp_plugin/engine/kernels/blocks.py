@@ -141,7 +141,7 @@ class InOrder:
         return add_sums(onto, Gradients(*rows.store(grads.dq), *keys.store(grads.dk, grads.dv)))
 
     def _order(self, block: Block, device: torch.device) -> tuple[Sorted, Sorted, Block]:
-        """How rows and keys are sorted, and the block of what results."""
+        """Return how rows and keys are sorted, and the block of what results."""
 
         def order(segments: Segments) -> Sorted:
             if block.mask.full or (self.enough is not None and min(map(len, segments)) >= self.enough):
@@ -333,7 +333,7 @@ class RecordingKernel:
     """
 
     asked: Callable[[Queries, KeyValues, Block], object] = lambda queries, kv, block: None
-    """Called in both directions; in the backward queries carry a dout."""
+    """Called in both directions; in the backward pass queries carry a dout."""
 
     def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
         self.asked(queries, kv, block)

@@ -1,7 +1,7 @@
 """Cost model of a block: a library kernel in tiles against one launch of ours.
 
     library    faster products; launches per tile, and merging
-    own        slower products, seven instead of five in the backward; nothing to merge, whatever the mask
+    own        slower products, seven instead of five in the backward pass; nothing to merge, whatever the mask
 
 Estimated seconds of forward plus backward, from the speeds in ``kernels.backends.devices``; meaningful only relative to
 each other. Pure Python on shapes, cached.
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def from_tensors(cls, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
-        """From ``[s, b, h, d]``, ``[s, b, g, d]`` and ``[s, b, g, e]``."""
+        """Read the sizes of ``[s, b, h, d]``, ``[s, b, g, d]`` and ``[s, b, g, e]``."""
         return cls(q.size(1) * q.size(2), q.size(1) * k.size(2), q.size(3), v.size(3), q.element_size())
 
 
@@ -70,7 +70,7 @@ class Cost(NamedTuple):
 
     @property
     def by_library(self) -> bool:
-        """Whether the library runs the block."""
+        """True if the library runs the block."""
         return self.library_s <= self.own_s
 
 

@@ -97,7 +97,7 @@ unpack_message = _one_kernel("payload")(payload.unpack_message)
 
 
 def _run_in_pieces(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """On the CPU, a few rows at a time: their intermediate results stay in the cache."""
+    """Run on a few rows at a time on the CPU: their intermediate results stay in the cache."""
 
     @wraps(function)
     def call(*tensors: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class FeatureMap:
 
     @property
     def projected(self) -> bool:
-        """Whether heads go through a learned projection."""
+        """True if heads go through a learned projection."""
         return self.function is None
 
     def size(self, head_dim: int) -> int:

@@ -1,6 +1,6 @@
 """Triton kernels of flash-linear-attention (``fla-core``, arXiv 2312.06635) for CUDA.
 
-Layout ``[b, t, heads, size]``, as many key/value heads as query heads; autograd is fla's own, and the backward
+Layout ``[b, t, heads, size]``, as many key/value heads as query heads; autograd is fla's own, and the backward pass
 recomputes the forward. Packed documents use the chunked kernel, since fla supports them only for batch size 1.
 """
 
@@ -40,7 +40,7 @@ def installed() -> bool:
 
 @cache
 def version() -> str:
-    """Of fla-core; that of ``MINIMUM`` for a source tree without metadata."""
+    """Return fla-core's version; that of ``MINIMUM`` for a source tree without metadata."""
     try:
         return importlib.metadata.version("fla-core")
     except importlib.metadata.PackageNotFoundError:
@@ -55,7 +55,7 @@ def triton_version() -> str:
 
 
 def unsupported(device: torch.device, problem: Problem) -> str | None:
-    """Why its kernels cannot compute the call, whatever is installed; None if they can."""
+    """Return why its kernels cannot compute the call, whatever is installed; None if they can."""
     if device.type != "cuda":
         return f"its Triton kernels need a CUDA device, not {device.type}"
     if problem.dtype == torch.float64:
@@ -70,7 +70,7 @@ def unsupported(device: torch.device, problem: Problem) -> str | None:
 
 
 def lacking(device: torch.device, problem: Problem) -> str | None:
-    """What a CUDA device and its software lack for a supported call, and what to do; None if fla runs here.
+    """Return what a CUDA device and its software lack for a supported call, and what to do; None if fla runs here.
 
     Rules of fla-core 0.6.0, which otherwise raises in the first backward, and of Triton.
     """
@@ -85,14 +85,14 @@ def lacking(device: torch.device, problem: Problem) -> str | None:
     if capability[0] == 9 and _miscompiled(problem):
         bad, good = WRONG_TRITON
         return (
-            f"Triton {triton_version()} miscompiles the backward of its kernels with a decay per head or token on "
+            f"Triton {triton_version()} miscompiles the backward pass of its kernels with a decay per head or token on "
             f"Hopper GPUs, and fla refuses to run it: Triton {good} or newer, or one before {bad}, is needed"
         )
     return None
 
 
 def _miscompiled(problem: Problem) -> bool:
-    """Whether ``chunk_bwd_dqkwg`` with a gate would be compiled on Hopper by a Triton that does so wrongly.
+    """Return True if ``chunk_bwd_dqkwg`` with a gate would be compiled on Hopper by a Triton that does so wrongly.
 
     Only ``chunk_simple_gla`` and ``chunk_gated_delta_rule`` call it with one. For the latter fla takes TileLang's
     kernel instead where that can be compiled; for the former never, since it holds states in float32.
@@ -103,7 +103,7 @@ def _miscompiled(problem: Problem) -> bool:
 
 
 def _tilelang() -> bool:
-    """Whether fla can compile TileLang's kernels; not seen is an nvcc in the wheel ``nvidia-cuda-nvcc``."""
+    """Return True if fla can compile TileLang's kernels; not seen is an nvcc in the wheel ``nvidia-cuda-nvcc``."""
     if os.environ.get("FLA_TILELANG") == "0" or importlib.util.find_spec("tilelang") is None:
         return False
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
@@ -150,12 +150,12 @@ def _function(x: Tokens) -> Any:
 
 
 def _repeat_heads(y: Tensor, repeat: int, dim: int) -> Tensor:
-    """Of key/value heads, once for each of their query heads."""
+    """Repeat key/value heads, once for each of their query heads."""
     return y if repeat == 1 else y.repeat_interleave(repeat, dim)
 
 
 def _even(y: Tensor) -> Tensor:
-    """With a last column of zeros if there is an odd number of them.
+    """Append a column of zeros if the number of columns is odd.
 
     Triton miscompiles loads of an odd row in half precision: fla-core 0.6.0 refuses them, earlier versions read beyond.
     Normalised kinds have odd values, as they append a one.

@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
     """From an initial state, for segments under the delta rule; None: chunk by chunk."""
 
     def segment(self, x: Tokens, kept: tuple[Tensor, ...] | None = None) -> Segment:
-        """These tokens as a segment; kept: in a backward, what the forward's kept."""
+        """These tokens as a segment; kept: in a backward pass, what the forward's kept."""
         rule = rule_of(x)
         return Widened(self.run, x, kept) if rule.matrix and self.run is not None else rule.segment(x, kept)
 

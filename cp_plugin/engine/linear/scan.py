@@ -57,12 +57,12 @@ def times(through: Tensor, state: Tensor) -> Tensor:
 
 
 def transposed(through: Tensor | None) -> Tensor | None:
-    """What becomes of a gradient on its way back."""
+    """Return what becomes of a gradient on its way back."""
     return through if through is None or through.size(-1) == 1 else through.mT
 
 
 class _States(torch.autograd.Function):
-    """Saves only the states; the backward is the same scan in reverse."""
+    """Saves only the states; the backward pass is the same scan in reverse."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, through: Tensor | None, initial: Tensor) -> Tensor:

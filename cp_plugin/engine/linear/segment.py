@@ -39,10 +39,10 @@ class Segment(ABC):
     queries: Tensor
     """What reads the incoming state: ``[t, b, g, r, d]``."""
     kept: tuple[Tensor, ...] = ()
-    """What a forward leaves to the backward besides the tokens."""
+    """What a forward pass leaves to the backward pass besides the tokens."""
 
     def __init__(self, x: Tokens, kept: tuple[Tensor, ...] | None = None) -> None:
-        """kept: in a backward, what the forward's segment kept."""
+        """kept: in a backward pass, what the forward's segment kept."""
         self.x = x if kept is None else detached(x)
         with torch.set_grad_enabled(torch.is_grad_enabled() or kept is not None):
             self._build()
@@ -61,13 +61,13 @@ class Segment(ABC):
         return torch.einsum("tbgrd,tbgre->bgde", q, dout.to(q.dtype).unflatten(2, q.shape[2:4]))
 
     def outputs(self, forward: Forward) -> Tensor:
-        """In a forward: from a zero state; forward: the kernel's."""
+        """In a forward pass: from a zero state; forward: the kernel's."""
         return forward(self.x)
 
     def gradients(
         self, backward: Backward, dout: Tensor, incoming: Tensor, outgoing: Callable[[], Tensor]
     ) -> tuple[Tensor, ...]:
-        """In a backward: gradients of ``Tokens.differentiable``.
+        """In a backward pass: gradients of ``Tokens.differentiable``.
 
         Args:
             backward: the kernel's.
@@ -79,7 +79,7 @@ class Segment(ABC):
         return tuple(a + b for a, b in zip(inside, across, strict=True))  # add
 
     def edge_gradients(self, dout: Tensor, incoming: Tensor, outgoing: Tensor) -> tuple[Tensor, ...]:
-        """In a backward: gradients through the incoming and the outgoing state alone.
+        """In a backward pass: gradients through the incoming and the outgoing state alone.
 
         outgoing: the gradient of the state after the segment.
         """
@@ -113,7 +113,7 @@ def run_gradients(run: Run, leaves: Tokens, dout: Tensor, incoming: Tensor, outg
 
 
 def gradients(results: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of all leaves, from (result, gradient of it); zeros for unused ones."""
+    """Return the gradients of all leaves, from (result, gradient of it); zeros for unused ones."""
     used = [(out, dout.to(out.dtype)) for out, dout in results if out.requires_grad]
     if not used:
         return tuple(torch.zeros_like(leaf) for leaf in leaves)

@@ -93,7 +93,7 @@ class Variant:
 
     @property
     def gated(self) -> bool:
-        """Whether it needs a gate from the hidden state."""
+        """True if it needs a gate from the hidden state."""
         return self.decay in ("token", "key")
 
     def problem(self, model: Problem) -> Problem:

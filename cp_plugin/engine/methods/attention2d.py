@@ -75,7 +75,7 @@ def _build(mesh: Mesh, local: Attend, problem: Problem, options: Options) -> Att
 
 
 def _even(problem: Problem, options: Options) -> bool:
-    """Whether every pair of shards makes the same work."""
+    """Return True if every pair of shards makes the same work."""
     return not problem.causal or (options.layout or _LAYOUTS[0]) == "zigzag"
 
 

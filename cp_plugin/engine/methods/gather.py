@@ -4,7 +4,7 @@
     GatherQ    q is gathered; partial outputs are exchanged and merged     the other half of ATTENTION2D
                q, dout, lse, delta are gathered; dq is reduce-scattered
 
-Nothing gathered is kept: the backward gathers again. Sums travel in float32 unless ``--cp-gradient-dtype`` says
+Nothing gathered is kept: the backward pass gathers again. Sums travel in float32 unless ``--cp-gradient-dtype`` says
 otherwise; outputs travel in the model's dtype. GatherQ's merge is ATTENTION2D's Algorithm 7 (arXiv 2503.15758) as one
 all-to-all and one local merge.
 """

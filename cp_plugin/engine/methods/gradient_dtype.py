@@ -108,7 +108,7 @@ GRADIENT_DTYPE = Option(
 
 
 def decide_by_table(problem: Problem, way: Way, adding: int) -> tuple[bool, str]:
-    """Whether sums to which so many ranks add travel in the model's dtype by default, and why: a phrase."""
+    """Decide whether sums to which so many ranks add travel in the model's dtype by default, and why: a phrase."""
     shared, hosts = problem.heads // problem.kv_heads, len(set(problem.transport.hosts))
     tokens, plural = problem.tokens, "s" * (shared > 1)
     enough = f"{way.what}, which is accurate enough for"

@@ -185,7 +185,7 @@ def state_rows(problem: Problem) -> int:
 
 
 def causal_only(problem: Problem, options: Options) -> str | None:
-    """Why a method that scans from the first token to the last cannot do this; None if it can."""
+    """Return why a method that scans from the first token to the last cannot do this; None if it can."""
     return None if problem.causal else "it is only defined with a causal mask: use lasp2"
 
 

@@ -65,7 +65,7 @@ class Move:
         return dkv
 
     def heads(self, count: int) -> slice:
-        """Which of ``count`` query heads this rank has after the move."""
+        """Return which of ``count`` query heads this rank has after the move."""
         return slice(0, count)
 
 
@@ -177,7 +177,7 @@ HEAD_GROUPS = Option(
 
 
 def groups_do_not_divide(problem: Problem, options: Options) -> str | None:
-    """Why the key/value heads cannot be divided into the groups asked for; None if they can."""
+    """Return why the key/value heads cannot be divided into the groups asked for; None if they can."""
     groups = 1 if options.head_groups is None else options.head_groups
     if groups >= 1 and problem.kv_heads % groups == 0:
         return None

@@ -54,7 +54,7 @@ class Stage:
     """Attention over the received keys."""
 
     def __bool__(self) -> bool:
-        """Whether this rank receives any keys."""
+        """Return True if this rank receives any keys."""
         return any(self.received)
 
 
@@ -119,7 +119,7 @@ class Needed:
         return self.known.get((queries(here), keys(here)), lambda: self._planned(queries, keys))
 
     def _planned(self, queries: Owners, keys: Owners) -> tuple[Stage, ...]:
-        """Which rows travel in which stage, from the positions of all ranks."""
+        """Plan which rows travel in which stage, from the positions of all ranks."""
         local, ranks = self.local, self.mesh.row(self.axis, self.mesh.index)
         here, held = self.mesh.coordinates[self.axis], [local.keys(_owners_of(keys, rank)) for rank in ranks]
         found = needs([local.segments(_owners_of(queries, rank)) for rank in ranks], held, local.mask)
@@ -186,7 +186,7 @@ def _counts(layout: Layout, seq_length: int, size: int, mask: Mask) -> Tensor:
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
-    """In each pass k, v of the rows that others see; in the backward dk, dv of the rows that this rank sees."""
+    """In each pass k, v of the rows that others see; in the backward pass dk, dv of the rows that this rank sees."""
     layout = problem.placed or get_layout(options.layout or LAYOUTS[0])
     counts = _counts(layout, problem.seq_length, problem.size, problem.mask())
     of_ours, of_others = (

@@ -52,7 +52,7 @@ class Scan(Protocol):
     """Linear attention of this rank's segments, which are folded into the batch: b = directions * segments * batch."""
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Outputs ``[t, b, h, e]`` in the accumulation dtype, and what the backward needs besides the tokens."""
+        """Outputs ``[t, b, h, e]`` in the accumulation dtype, and what the backward pass needs besides the tokens."""
         ...
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -181,7 +181,7 @@ class Parts:
 
     @staticmethod
     def from_segments(problem: Problem, segments: Sequence[Segments], kernel: Kernel) -> Parts:
-        """Those of a layout; segments: the positions of every rank's tokens."""
+        """Make the parts of a layout; segments: the positions of every rank's tokens."""
         length = min(len(s) for rank in segments for s in rank)  # adjacent segments of a rank may have been merged
         numbered = [start for rank in segments for s in rank for start in s[::length]]
         return Parts(
@@ -194,7 +194,7 @@ class Parts:
 
     @staticmethod
     def from_placement(placement: Placement, index: int, kernel: Kernel, device: torch.device) -> Parts:
-        """Those of tokens placed by document; index: of this rank."""
+        """Make the parts of tokens placed by document; index: this rank's number."""
         mine = placement.rank == index
         lengths = placement.stop[mine] - placement.start[mine]
         pieces = torch.zeros(int(lengths.sum()), dtype=torch.bool)

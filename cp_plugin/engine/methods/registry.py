@@ -96,7 +96,7 @@ def get(provider: str | Provider) -> Provider:
 
 
 def in_order(options: Options) -> dict[Option, Any]:
-    """What was chosen, including layout and kernel, in order of declaration."""
+    """Return what was chosen, including layout and kernel, in order of declaration."""
     chosen = {"layout": options.layout, **options.chosen}
     if options.backend != AUTO:
         chosen["backend"] = options.backend
@@ -109,7 +109,7 @@ def takers(option: str) -> list[str]:
 
 
 def takes(provider: Provider, option: str) -> bool:
-    """Whether an option means something to a provider."""
+    """Return True if an option means something to a provider."""
     if option in ("layout", "backend"):
         return True
     if option != HEAD_PARALLEL:
@@ -176,7 +176,7 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Reso
 
 
 def unsupported(provider: Provider, problem: Problem, options: Options) -> str | None:
-    """Why a provider cannot do this problem; None if it can."""
+    """Return why a provider cannot do this problem; None if it can."""
     if provider.kind == "linear":
         if problem.window is not None:
             return "linear attention has no sliding window: its decays do that job"

@@ -79,7 +79,7 @@ class Ulysses(Move):
 
 
 def heads_do_not_divide(problem: Problem, ranks: int, asked: str = "") -> str | None:
-    """Why the heads do not divide over this number of ranks; None if they do."""
+    """Return why the heads do not divide over this number of ranks; None if they do."""
     repeated = lcm(problem.kv_heads, ranks)
     if problem.heads % repeated == 0:
         return None

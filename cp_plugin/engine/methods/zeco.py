@@ -82,7 +82,7 @@ class InTurn(Lasp2):
         return arrived, afters
 
     def _split_blocks(self, state: Tensor) -> tuple[Tensor, ...]:
-        """Of one size, since what leaves and what arrives at the same time are one exchange."""
+        """Split into blocks of one size, since what leaves and what arrives at the same time are one exchange."""
         columns = state.size(-1)
         return state.tensor_split(next(n for n in range(min(self.blocks, columns), 0, -1) if columns % n == 0), -1)
 

@@ -189,5 +189,5 @@ def _added_keys(end: Ints, first: Ints, n: Ints) -> Ints:
 
 
 def _wanted(ends: Ints, first: Ints, n: Ints) -> Ints:
-    """How often n tokens are needed by ranks that hold their document up to these ends: ``[rank, ...]``."""
+    """Return how often n tokens are needed by ranks that hold their document up to these ends: ``[rank, ...]``."""
     return sum(np.minimum(np.maximum(end - first, 0), n) for end in ends)

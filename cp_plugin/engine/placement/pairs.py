@@ -51,7 +51,7 @@ class Pairs:
         return found
 
     def heads(self, start: int, stop: int, tokens: int, work: int) -> int:
-        """How many of ``tokens`` to take from the start (the rest from the stop) for this much work."""
+        """Return how many of ``tokens`` to take from the start (the rest from the stop) for this much work."""
         if self.left is None:  # linear in the answer: the squares cancel
             apart = stop - start - tokens
             most = tokens * (2 * stop - tokens + 1) // 2

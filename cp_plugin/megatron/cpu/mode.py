@@ -66,7 +66,7 @@ FLAGS: Mapping[str, tuple[Any, str]] = {
 
 
 def decide(requested: str) -> bool:
-    """Whether --cp-device asks for CPU mode: "auto" without a CUDA device, "cpu" always, "cuda" never.
+    """Return True if --cp-device asks for CPU mode: "auto" without a CUDA device, "cpu" always, "cuda" never.
 
     Does not initialize CUDA, so that ranks can still be forked. Raises ValueError for another value, and for "cuda"
     without a CUDA device.
@@ -88,7 +88,7 @@ def _cuda_found() -> bool:
 
 
 def active() -> bool:
-    """Whether CPU mode is on in this process."""
+    """Return True if CPU mode is on in this process."""
     return STATE.leave_cpu is not None
 
 

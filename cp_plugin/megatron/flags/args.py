@@ -49,17 +49,17 @@ class Settings:
 
     @property
     def undecided(self) -> bool:
-        """Whether the planner has yet to choose the provider."""
+        """True if the planner has yet to choose the provider."""
         return self.provider == AUTO
 
     @property
     def softmax(self) -> bool:
-        """Whether the plugin computes softmax attention in any layer."""
+        """True if the plugin computes softmax attention in any layer."""
         return self.provider != UPSTREAM
 
     @property
     def active(self) -> bool:
-        """Whether the plugin changes Megatron at all."""
+        """True if the plugin changes Megatron at all."""
         return self.softmax or self.linear is not None
 
     @property

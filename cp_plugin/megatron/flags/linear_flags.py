@@ -49,11 +49,11 @@ class Linear:
 
     @property
     def hybrid(self) -> bool:
-        """Whether some layers have softmax attention."""
+        """True if some layers have softmax attention."""
         return SOFTMAX in self.pattern
 
     def has(self, layer_number: int) -> bool:
-        """Whether a layer is linear; Megatron counts from 1 over all pipeline stages."""
+        """Return True if a layer is linear; Megatron counts from 1 over all pipeline stages."""
         return self.pattern[(layer_number - 1) % len(self.pattern)] == LINEAR
 
     def problem(self, model: Problem) -> Problem:
@@ -125,7 +125,7 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
 
 
 def has_delta_net(args: argparse.Namespace) -> bool:
-    """Whether the model has Megatron's gated delta net layers."""
+    """Return True if the model has Megatron's gated delta net layers."""
     return "G" in (getattr(args, "hybrid_layer_pattern", None) or "")
 
 

@@ -91,7 +91,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, str]:
 
 
 def same_histories(now: Mapping[str, str], then: Mapping[str, str]) -> bool:
-    """Whether a checkpoint with these settings has histories of the layers' shape."""
+    """Return True if a checkpoint with these settings has histories of the layers' shape."""
     return all(now.get(name) == then.get(name) for name in (_RECIPE, _LENGTH))
 
 

@@ -21,7 +21,7 @@ SPEC = "megatron.core.post_training.modelopt.gpt.model_specs:get_gpt_modelopt_sp
 
 
 def found() -> bool:
-    """Whether nvidia-modelopt is installed."""
+    """Return True if nvidia-modelopt is installed."""
     return util.find_spec("modelopt") is not None
 
 
@@ -50,7 +50,7 @@ def version() -> str:
 
 
 def quantizes(module: torch.nn.Module) -> bool:
-    """Whether the module has an enabled quantiser."""
+    """Return True if the module has an enabled quantiser."""
     leaves = (part for part in module.modules() if not list(part.children()))
     return any(type(leaf).__name__.endswith("TensorQuantizer") and leaf.is_enabled for leaf in leaves)
 

@@ -104,7 +104,7 @@ def _cut(cp: ContextParallel, batch: dict[str, Any]) -> MicroBatch:
 
 
 def pad_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:
-    """With ``--cp-pad-sequence``, pad a batch in place to a length that the layout divides; returns the batch.
+    """Pad a batch in place to a length that the layout divides, with ``--cp-pad-sequence``; return the batch.
 
     Tokens, labels and position ids are padded with 0, with a loss mask of 0. In a pack the padding is one more
     document; elsewhere the causal mask hides it.

@@ -51,7 +51,7 @@ def _needed(run: Run) -> bool:
     when=_needed,
 )
 def replace_router_forward(call: Call) -> Any:
-    """In training, give ``TopKRouter.forward`` a padding mask, if it needs one, and weigh its z-loss by tokens.
+    """Give ``TopKRouter.forward`` a padding mask in training, if it needs one, and weigh its z-loss by tokens.
 
     Its input is ``[s/cp, b, h]``, with sequence parallelism ``[s/cp/tp, b, h]``. A script may have masks on some ranks
     only, where something is padded there: the other ranks count all of their tokens, as with a mask of zeros. With a
@@ -94,7 +94,7 @@ def _balances_by_mask(config: Any) -> bool:
 
 
 def _padding_of(hidden: Tensor) -> Tensor:
-    """Which tokens ``[s/cp, b]``, or ``[s/cp/tp, b]``, of a router's input are ``--cp-pad-sequence`` padding."""
+    """Return True for padding of ``--cp-pad-sequence`` in a router's input: ``[s/cp, b]``, or ``[s/cp/tp, b]``."""
     rows, batch = hidden.shape[:2]
     cp, model = runtime.context_parallel(), runtime.model()
     assert model is not None, "padding is asked for by a flag"

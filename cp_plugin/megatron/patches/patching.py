@@ -55,7 +55,7 @@ class Run:
     """Models and their configurations, once a script has built them: by what it sets without a flag."""
 
     def has(self, *names: str) -> bool:
-        """Whether any of these arguments, or fields of a built model, is set, or may be."""
+        """Return True if any of these arguments, or fields of a built model, is set, or may be."""
         return self.args is None or any(getattr(one, name, None) for one in (self.args, *self.built) for name in names)
 
     def is_compared(self) -> bool:
@@ -128,7 +128,7 @@ class Call:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """By name, including defaults."""
+        """Arguments by name, including defaults."""
         return self._bound.arguments
 
     def __getitem__(self, name: str) -> Any:
@@ -236,7 +236,7 @@ def examine(patch: Patch) -> Finding:
 
 
 def refusal(findings: Sequence[Finding]) -> str:
-    """What differs, what would go wrong, and what to do, of all broken contracts."""
+    """Return what differs, what would go wrong, and what to do, of all broken contracts."""
     packages = " and ".join(dict.fromkeys(f"{f.patch.package} {_release(f.patch.package)}" for f in findings))
     lines = [f"cp_plugin cannot run on this {packages}, because functions it relies on behave differently:"]
     for number, found in enumerate(findings, 1):
@@ -294,7 +294,7 @@ def original(target: str) -> Any:
 
 
 def replaced_at(target: str) -> Finding | None:
-    """What has been found of a symbol that is replaced, in either scope; None: it is not."""
+    """Return what has been found of a symbol that is replaced, in either scope; None: it is not."""
     return next((replaced[target] for replaced in STATE.replaced.values() if target in replaced), None)
 
 

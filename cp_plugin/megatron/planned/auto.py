@@ -141,7 +141,7 @@ def _why_not(name: str, real: Problem, allowed: Allowed) -> str:
 
 
 def _why_not_stock(args: argparse.Namespace, real: Problem, stock: Priced) -> str:
-    """Why stock Megatron cannot be chosen here; empty: it can."""
+    """Return why stock Megatron cannot be chosen here; empty: it can."""
     if args.transformer_impl != "transformer_engine" or importlib.util.find_spec("transformer_engine") is None:
         return "it needs Transformer Engine, which is not installed"
     if args.attention_backend.name not in ("auto", "flash", "fused"):

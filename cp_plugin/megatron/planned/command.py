@@ -31,7 +31,7 @@ SECONDS = 300.0  # timeout; importing Megatron takes most
 
 
 def question(flags: Sequence[str], devices: int) -> tuple[Model, Parallel, Allowed]:
-    """What to ask the planner about a training.
+    """Return what to ask the planner about a training run.
 
     Args:
         flags: Megatron's and the plugin's command line without the script.

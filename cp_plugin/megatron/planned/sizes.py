@@ -31,7 +31,7 @@ UNKNOWN = (
 
 
 class Question(NamedTuple):
-    """What the planner is asked about a training."""
+    """What the planner is asked about a training run."""
 
     model: Model
     parallel: Parallel
@@ -50,7 +50,7 @@ def question(args: argparse.Namespace, settings: Settings) -> Question:
     """The one question, whether ``plan`` or ``--cp-provider auto`` asks it, whichever provider the flags name.
 
     The options of a named provider are part of that choice; those beside ``auto`` restrict the planner's. What the
-    rules of a training refuse is not recommended: of stock's flags, ``Allowed.refused`` is the reason.
+    rules of a training run refuse is not recommended: of stock's flags, ``Allowed.refused`` is the reason.
 
     Raises:
         ValueError: as for ``from_args``, and if no provider or token layout can run these flags of the plugin's.

@@ -31,7 +31,7 @@ from cp_plugin.megatron.rules.run import Run
 from cp_plugin.megatron.state import Model
 
 TRAINING = (*flags.RULES, *models.RULES, *precision.RULES, *layout.RULES, *experts.RULES)
-"""For every training with the plugin, in reporting order."""
+"""For every training run with the plugin, in reporting order."""
 LINEAR = layers.LINEAR
 ON_CPU = Rule(
     name="upstream on the CPU",
@@ -48,7 +48,7 @@ ON_CPU = Rule(
 
 
 def _attends(run: Run) -> bool:
-    """Whether some layer has an attention that only Transformer Engine divides."""
+    """Return True if some layer has an attention that only Transformer Engine divides."""
     return "*" in (run.pattern or "*") and not getattr(run.args, "experimental_attention_variant", None)
 
 
@@ -186,7 +186,7 @@ def lift_divisor(args: argparse.Namespace, settings: Settings) -> Iterator[None]
 
 
 def run_of(args: argparse.Namespace, settings: Settings, device: torch.device | None = None) -> Run:
-    """What the training rules look at."""
+    """Return what the training rules look at."""
     return Run(args=args, settings=settings, version=megatron_version(), device=device)
 
 

@@ -44,7 +44,7 @@ def _captured(subject: Any) -> Found:
 
 
 def captures_experts(args: Any) -> bool:
-    """Whether graphs capture routers, into which no code of the plugin may come."""
+    """Return True if graphs capture routers, into which no code of the plugin may come."""
     impl = getattr(args, "cuda_graph_impl", None) or "none"
     return impl != "none" and not {*_named(args)}.isdisjoint(_EXPERTS)
 

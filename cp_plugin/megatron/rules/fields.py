@@ -93,7 +93,7 @@ def _others(args: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _not_derived(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that the configuration does not compute itself from others."""
+    """Drop fields that the configuration computes itself from others."""
     try:
         fresh = replace(config, **{name: default for name, (_, default) in _others(config).items() if name in given})
     except Exception:  # a configuration that cannot be made twice

@@ -30,7 +30,7 @@ _FILES = "its files are keyed by context-parallel rank and do not record which t
 
 
 def names_its_exchange(run: Run) -> bool:
-    """Whether Megatron's own attention would exchange tokens, and says how: the dev branch without TE's attention."""
+    """Return True if Megatron's own attention would exchange tokens and says how: the dev branch without TE's."""
     eager = getattr(run.args, "fallback_to_eager_attn", None)
     return eager is not None and (eager or run.args.transformer_impl == "local")
 

@@ -17,12 +17,12 @@ _COUNTED = "with --calculate-per-token-loss, which the {0.layout_name} layout ne
 
 
 def contiguous_between_layers(args: argparse.Namespace) -> bool:
-    """Whether Megatron keeps tokens contiguous in all layers but attention."""
+    """Return True if Megatron keeps tokens contiguous in all layers but attention."""
     return getattr(args, "linear_cp_layout", "zigzag") == "contiguous"
 
 
 def needs_counting(run: Run, layout: Layout) -> bool:
-    """Whether ranks may hold different numbers of loss tokens while losses are not yet summed per token."""
+    """Return True if ranks may hold different numbers of loss tokens while losses are not yet summed per token."""
     even = layout.name == "zigzag" and not run.settings.pad_sequence and not contiguous_between_layers(run.args)
     return run.args.context_parallel_size > 1 and not run.args.calculate_per_token_loss and not even
 

@@ -17,7 +17,7 @@ _SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidde
 
 
 def _divides_delta_net(run: Run) -> bool:
-    """Whether gated delta net layers run on several context-parallel ranks."""
+    """Return True if gated delta net layers run on several context-parallel ranks."""
     return run.args.context_parallel_size > 1 and "G" in run.pattern
 
 

@@ -31,7 +31,7 @@ class Rule:
     why: str = ""
     fix: str = ""
     example: str = ""
-    """Flags of a training that the rule applies to, those that the message names first; ``|`` between several."""
+    """Flags of a training run that the rule applies to, those that the message names first; ``|`` between several."""
     kind: Literal["refuse", "adjust", "warn"] = "refuse"
     sentence: bool = False
     """``what`` stands alone; otherwise it completes "--cp-provider ring does not support"."""
@@ -105,7 +105,7 @@ def spelled(args: Any, flags: Iterable[str], wrong: Callable[[Any], Any]) -> str
 
 
 def nonzero(value: float | list[float]) -> bool:
-    """Whether a coefficient, or one of several, has an effect."""
+    """Return True if a coefficient, or one of several, has an effect."""
     return any(value) if isinstance(value, list) else bool(value)
 
 

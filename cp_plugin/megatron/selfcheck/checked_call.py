@@ -110,7 +110,7 @@ class Drawn:
 
     @property
     def rows(self) -> bool:
-        """Whether rows are compared, beside the identities."""
+        """True if rows are compared, beside the identities."""
         return runtime.settings().check_every > 0 or self.step == STATE.owed
 
     def take(self, training: bool, layer: Any = None, among: Iterable[Any] = (None,)) -> bool:

@@ -149,7 +149,7 @@ def _multiples(before: Tensor, after: Tensor, size: int) -> list[str]:
 
 
 def _expected(reports: Any) -> dict[str, tuple[float, float]]:
-    """By name, the loss over all ranks, and over this context-parallel rank and its data-parallel ones."""
+    """Return, by name, the loss over all ranks, and over this context-parallel rank and its data-parallel ones."""
     found: dict[str, tuple[float, float]] = {}
     for key in reports[0] if reports and isinstance(reports[0], dict) else ():
         rows = [report[key] for report in reports]

@@ -165,7 +165,7 @@ def sums(name: str, x: Tensor, dx: Tensor, shape: Sequence[int], weights: Tensor
 
 
 def compared(one: Tensor, other: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """How far two sums are apart, and how far rounding may bring them, per head: ``[g]``.
+    """Return how far two sums are apart, and how far rounding may bring them, per head: ``[g]``.
 
     Args:
         one, other: ``[4, g]``: ``sums``, added up over all ranks.

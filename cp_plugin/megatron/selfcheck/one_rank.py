@@ -67,7 +67,7 @@ class OneRank:
         return list(found.values())
 
     def used(self) -> tuple[int, int]:
-        """How many collectives have begun in the swapped groups, and in a script's own groups of the same ranks.
+        """Return how many collectives have begun in the swapped groups, and in a script's own groups of the same ranks.
 
         Of the latter, it is not known whether they divide sequences or average over data.
         """
@@ -85,7 +85,7 @@ class OneRank:
 
     @contextmanager
     def alone(self, roots: Iterable[Any], args: Any) -> Iterator[None]:
-        """In the block there is one context-parallel rank.
+        """Leave one context-parallel rank in the block.
 
         Args:
             roots: the model's chunks, and other objects that may hold process groups.

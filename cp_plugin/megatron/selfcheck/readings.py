@@ -130,7 +130,7 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 
 def gradients(optimizer: Any) -> list[Tensor | None]:
-    """What the optimizer would read, flat, of this rank's parts."""
+    """Return what the optimizer would read, flat, of this rank's parts."""
     found: list[Tensor | None] = []
     for p in _parameters(optimizer):
         g = getattr(p, "decoupled_grad", None) if p.grad is None else p.grad
@@ -146,7 +146,7 @@ def named_parameters(chunks: Sequence[Any], chunk: Any) -> list[tuple[str, Tenso
 
 
 def parameter_names(chunks: Sequence[Any], optimizer: Any) -> list[str]:
-    """Of the optimizer's parameters: a name of the model, where it is known whose part one is."""
+    """Name the optimizer's parameters by the model's, where it is known whose part one is."""
     known: dict[int, str] = {}
     spans = []
     for chunk in chunks:
@@ -174,7 +174,7 @@ def saved_buffers(chunks: Sequence[Any]) -> dict[str, float]:
 
 
 def logged_losses(reports: Any) -> dict[str, float]:
-    """What would be logged of the losses: means, or quotients of sums, over micro-batches and these ranks."""
+    """Return what would be logged of the losses: means, or quotients of sums, over micro-batches and these ranks."""
     group, found = parallel_state.get_context_parallel_group(), {}
     for key in reports[0] if reports and isinstance(reports[0], dict) else ():
         if "loss" not in str(key) or not isinstance(reports[0][key], Tensor | float | int):

@@ -5,7 +5,7 @@ these and a few rows:
 
     step 300: layer 7, third call, batch entry 1, head 5              drawn by step from a separate generator
     all-gather of that head's keys and values over the context-parallel group, recorded under the phase "check"
-    8 rows of each rank, exactly (``exact_rows``)  -- compared -->    the layer's output; in the backward dq
+    8 rows of each rank, exactly (``exact_rows``)  -- compared -->    the layer's output; in the backward pass dq
 
 One call of each kind of layer (softmax, linear, gated delta net by a provider) is drawn; with recomputation, its output
 is compared in the first pass, and all of it in the second. Tensor-parallel ranks draw alike, so that none waits for
@@ -85,7 +85,7 @@ def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> N
 
 @contextmanager
 def every_call(chunks: Sequence[torch.nn.Module]) -> Iterator[Every]:
-    """In the block, compare each call of the attention layers."""
+    """Compare each call of the attention layers in the block."""
     every = Every()
     hooks = _follow(chunks, lambda: every)
     try:
@@ -211,7 +211,7 @@ class Inside:
         back.enter_context(patching.lent(ContextParallel, linear_attention=attending))
         back.enter_context(patching.lent(gated_delta_net, short_convolution=convolving))
         back.enter_context(patching.lent(convolution, told=self.exchanged))
-        self.close = back.close  # a backward still appends to ``exchanged``
+        self.close = back.close  # a backward pass still appends to ``exchanged``
 
 
 class Rows:
@@ -241,7 +241,7 @@ class Rows:
         self.local = [x[:, self.batch, kv_head].detach() for x in (k, v, *beside)]
 
     def check(self, q: Tensor, out: Tensor, exact: Callable[..., Softmax | Linear]) -> None:
-        """Compare the output, and in the backward the gradient of q; collective over the group.
+        """Compare the output, and in the backward pass the gradient of q; collective over the group.
 
         Args:
             q, out: the tensors whose gradients autograd computes.
@@ -307,7 +307,7 @@ _TE = "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider.
 
 
 def read_otherwise(module: CoreAttention, device: torch.device) -> list[str]:
-    """What differs on one rank between Megatron's own attention and a layer as the plugin reads it; of a
+    """Return what differs on one rank between Megatron's own attention and a layer as the plugin reads it; of a
     layer that cannot be compared, say so.
 
     Megatron's is Transformer Engine's on CUDA, or else the local one in float64; of latent attention, whose values have

@@ -180,7 +180,7 @@ def _closure(function: FunctionType) -> _Names:
 
 
 def _state_of(x: Any) -> tuple[Callable[..., Any], Any] | None:
-    """What puts a generator of random numbers back, and with what; None: of another kind."""
+    """Return what puts a generator of random numbers back, and with what; None: of another kind."""
     if isinstance(x, torch.Generator | numpy.random.RandomState):
         return x.set_state, x.get_state()
     if isinstance(x, random.Random):

@@ -185,7 +185,7 @@ class Slices:
         )
 
     def _problem(self, everyone: Sequence[Sequence[int]]) -> tuple[str, bool]:
-        """What is wrong with an entry, and whether it stops the training even where a script changes entries.
+        """Return what is wrong with an entry, and whether it stops the training even where a script changes entries.
 
         everyone: each rank's digest of the batch, of its slice, and of what it received, and whether it did.
         """

@@ -306,7 +306,7 @@ class _Step:
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
-        """In the block lengths are those of the tiny batch, and what is random or timed is off."""
+        """Set lengths to the tiny batch's in the block, and switch off what is random or timed."""
         with ExitStack() as back:
             apart = {"slices": None, "first_batch": None, "cut": replace(STATE.cut), "trial": True}
             back.enter_context(patching.lent(STATE, model=self._model(self.padded - self.tokens), **apart))
@@ -328,7 +328,7 @@ class _Step:
 
 
 def _all_met(error: Exception | None) -> tuple[bool, str]:
-    """Whether all ranks have ended the step, for which this one waits a while, and why one of them could not run it.
+    """Return True if all ranks have ended the step, after a wait, and why one of them could not run it.
 
     A rank that failed alone leaves the others in its collectives, and its error ends the run.
     """

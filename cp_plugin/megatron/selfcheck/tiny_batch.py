@@ -51,7 +51,7 @@ def tokens_for(layout: Layout, size: int, *, cuda: bool) -> int:
 
 
 def each(iterators: Any, made: Callable[[Any], Any]) -> Any:
-    """What is made of the run's iterator, or of each in its list of them; None stays: other ranks have one."""
+    """Return what is made of the run's iterator, or of each in its list of them; None stays: other ranks have one."""
     if isinstance(iterators, list):
         return [each(one, made) for one in iterators]
     return None if iterators is None else made(iterators)
@@ -142,7 +142,7 @@ def _entry(key: str, x: Any, drawn: Tensor | None, bounds: list[int], old: int, 
 
 @contextmanager
 def noisy(chunks: Sequence[Any], noise: int, size: float) -> Iterator[None]:
-    """In the block the embeddings' outputs are moved by this part of themselves; 0: not.
+    """Move the embeddings' outputs by this part of themselves in the block; 0: not.
 
     noise: which signs.
     """

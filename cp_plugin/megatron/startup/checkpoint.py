@@ -1,4 +1,4 @@
-"""The plugin's settings in checkpoints: saved with Megatron's arguments, compared when a training resumes.
+"""The plugin's settings in checkpoints: saved with Megatron's arguments, compared when a training run resumes.
 
 Megatron saves its arguments in every checkpoint format. The settings are one more attribute, plain text, so that stock
 Megatron can load such checkpoints. Weights do not depend on provider, layout or number of ranks: differences are only
@@ -68,7 +68,7 @@ def differences(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]:
 
 
 def other_model(now: Mapping[str, str], then: Mapping[str, str], layers: int) -> str | None:
-    """Why the checkpoint is of another model, or None."""
+    """Return why the checkpoint is of another model, or None."""
     if (now.get(_ATTENTION), _kinds(now, layers)) == (then.get(_ATTENTION), _kinds(then, layers)):
         return None
     here, there = (_described(found) for found in (now, then))

@@ -95,7 +95,7 @@ Event = Attention | Products | Memory | Post | Wait
 
 
 class Seconds(NamedTuple):
-    """Of one attention call of one micro-batch."""
+    """Seconds of one attention call of one micro-batch."""
 
     forward: float
     backward: float

@@ -126,7 +126,7 @@ def _longest(shape: Shape, direction: Direction, block: tuple[int, int]) -> int:
 
 
 def flops(event: Attention, block: tuple[int, int] = (1, 1)) -> int:
-    """FLOPs of the visible (query, key) pairs in whole blocks; a backward recomputes the scores."""
+    """FLOPs of the visible (query, key) pairs in whole blocks; a backward pass recomputes the scores."""
     found = sum(n * pairs(shape, block) for shape, n in Counter(event.shapes).items())
     return found * event.heads * _each(event)
 

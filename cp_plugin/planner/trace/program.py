@@ -50,7 +50,7 @@ class Program:
     peaks: Peaks
 
     def pairs(self) -> int:
-        """Visible (query, key) pairs of the forward, over heads and batch."""
+        """Visible (query, key) pairs of the forward pass, over heads and batch."""
         found = (e for e in self.forward if isinstance(e, Attention))
         return sum(Tile(range(s.rows), range(s.keys), s.diagonal).pairs * e.heads for e in found for s in e.shapes)
 
@@ -86,10 +86,10 @@ class Seen:
     events: list[Event]
     meter: Meter
     forward: tuple[int, int] = (0, 0)
-    """Events of the forward, and its peak memory."""
+    """Events of the forward pass, and its peak memory."""
 
     def end_forward(self) -> None:
-        """What follows is the backward."""
+        """Begin the backward pass."""
         self.forward = len(self.events), self.meter.peak
         self.meter.peak = self.meter.live
 
@@ -244,7 +244,7 @@ def _linear_kernel(events: list[Event], problem: Problem) -> kernels.Kernel:
         return x.q.new_empty((*x.q.shape[:3], x.v.size(3)), dtype=accumulation_dtype(x.q.dtype))
 
     def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
-        asked(x, 3)  # the forward again, and twice as much
+        asked(x, 3)  # the forward pass again, and twice as much
         return tuple(torch.empty_like(y) for y in x.differentiable)
 
     return kernels.Kernel("planned", forward, backward)

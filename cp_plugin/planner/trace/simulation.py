@@ -80,7 +80,7 @@ class Simulation:
         self._turns = [(0.0, index) for index in self._ranks]
 
     def run(self) -> tuple[dict[int, Spent], dict[int, float]]:
-        """What every rank spends, and its end; RuntimeError on a deadlock, naming the ranks that still wait."""
+        """Return what every rank spends, and its end; RuntimeError on a deadlock, naming the ranks that still wait."""
         self._execute()
         if stuck := {i: r.waits_for.post for i, r in self._ranks.items() if r.waits_for is not None}:
             named = ", ".join(f"rank {i} for {post.verb} along {post.axis}" for i, post in list(stuck.items())[:4])
@@ -130,7 +130,7 @@ class Simulation:
         self._settle(_affected(message))
 
     def _ways(self, post: Post, me: int) -> list[tuple[object, ...]]:
-        """Where a rank's part meets the others': in a collective, and in each direction of an exchange."""
+        """Return where a rank's part meets the others': in a collective, and in each direction of an exchange."""
         if post.verb == "exchange":
             ends = ((me, post.to), (post.source, me))
             return [(post.stream, *pair) for pair in ends if None not in pair]

@@ -177,7 +177,7 @@ class _AllGather:
         self._pass(part, part, share=2 if self._problem.bounds else 1)
 
     def _zeroed(self, *tensors: Tensor) -> None:
-        """Of packed documents, results are zeroed before a kernel writes them: it leaves padding out."""
+        """Zero results before a kernel writes those of packed documents: it leaves padding out."""
         if self._problem.bounds:
             for x in tensors:
                 self._pass(x)

@@ -57,7 +57,7 @@ def layer_input(model: Model, parallel: Parallel) -> float:
 
 
 def ffn_gradients(model: Model, parallel: Parallel, number: int) -> float:
-    """Peak bytes of gradients in the backward of an FFN: intermediate and output."""
+    """Peak bytes of gradients in the backward pass of an FFN: intermediate and output."""
     middle = _width(model, parallel, number) * (3 if model.gated else 2)
     return parallel.element * middle + layer_input(model, parallel)
 

@@ -1,4 +1,4 @@
-"""Memory footprint of a training on one device of the pipeline stage that needs most.
+"""Memory footprint of a training run on one device of the pipeline stage that needs most.
 
 Parameters, gradients and optimizer states follow Megatron's mixed-precision Adam; activations are counted by tensor
 (``activations``). ``margin`` covers the rest by assumption.
@@ -50,7 +50,7 @@ class Footprint:
     attention: float
     """Peak of one attention call in addition to its inputs."""
     ffn: float
-    """Gradients in the backward of an FFN."""
+    """Gradients in the backward pass of an FFN."""
     logits: float
     """Of the output layer and the loss."""
     communicators: float
@@ -58,7 +58,7 @@ class Footprint:
 
     @property
     def temporaries(self) -> float:
-        """The largest of the loss, and the backward of attention or of an FFN, which never coincide."""
+        """The largest of the loss, and the backward pass of attention or of an FFN, which never coincide."""
         return max(self.logits, self.recomputed + max(self.attention, self.ffn))
 
     @property

@@ -38,7 +38,7 @@ def layer(model: Model, parallel: Parallel, cluster: Cluster, number: int, repea
     """Price the forward and the backward, with recomputation, of layer ``number``; ``repeated``: full recomputation
     applies. ValueError for a dtype without a rate.
 
-    matrix products    FLOPs over the device's rate for large matrices; twice as many in a backward
+    matrix products    FLOPs over the device's rate for large matrices; twice as many in a backward pass
     memory-bound       bytes over memory bandwidth: norms, residuals, RoPE, activation, casts to FP8
     collectives        of tensor and expert parallelism, blocking
     """
@@ -180,7 +180,7 @@ class _Stage(NamedTuple):
     head: float
     messages: float
     backward: float
-    """Included: the backward of layers."""
+    """Included: the backward pass of layers."""
     on_card: float
     """Included in it: attention's messages keep the network card busy."""
     forward_on_card: float
@@ -301,7 +301,7 @@ def _exposed(p: Parallel, stage: _Stage, sums: float, gathers: float, elements: 
 
     They overlap with the last backward and the first forward, except for one bucket each.
     """
-    if p.zero == 3:  # parameters gathered for every forward and backward, gradients reduced after every backward
+    if p.zero == 3:  # parameters gathered for every forward and backward, gradients reduced after every backward pass
         forward = max(0.0, gathers - stage.beside_forward * p.overlap_parameters)
         backward = max(0.0, gathers + sums - stage.beside_backward * p.overlap_gradients)
         return p.microbatches * (forward + backward)

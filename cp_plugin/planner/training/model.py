@@ -92,7 +92,7 @@ class Model:
 
     @property
     def latent(self) -> bool:
-        """Whether attention is multi-latent (MLA)."""
+        """True if attention is multi-latent (MLA)."""
         return self.kv_rank > 0
 
     @property

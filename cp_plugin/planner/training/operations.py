@@ -1,4 +1,4 @@
-"""FLOPs of a model's forward; a multiply-add counts as two, and a backward has twice as many.
+"""FLOPs of a model's forward; a multiply-add counts as two, and a backward pass has twice as many.
 
 Megatron counts in the same way (``num_floating_point_operations``), without windows, as do published MFU figures.
 """

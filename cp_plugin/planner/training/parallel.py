@@ -1,4 +1,4 @@
-"""Parallelism of a training (``Parallel``), and the attention problem of one rank."""
+"""Parallelism of a training run (``Parallel``), and the attention problem of one rank."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _each_mask(
 
 
 def _bounds(documents: str | None, tokens: int) -> tuple[int, ...]:
-    """Where the documents begin, and the number of tokens."""
+    """Return where the documents begin, and the number of tokens."""
     if documents is not None:
         return flags.bounds(documents, tokens)
     whole = max(tokens, CONVERSATIONS)

@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def provided(self) -> bool:
-        """Whether it is one of this project's providers."""
+        """True if it is one of this project's providers."""
         return self.name not in PEERS
 
     @property
@@ -68,7 +68,7 @@ class Entry:
         return self.text or self.name
 
     def missing(self, device: str) -> str | None:
-        """Why a peer is not available here, or None; providers always are."""
+        """Return why a peer is not available here, or None; providers always are."""
         if self.provided:
             return None
         if self.name != TORCH:
@@ -80,7 +80,7 @@ class Entry:
         return None
 
     def unsupported(self, problem: Problem) -> str | None:
-        """Why a peer cannot do this problem, or None."""
+        """Return why a peer cannot do this problem, or None."""
         if self.name != TORCH:
             return te_peer.unsupported(self.name.removeprefix(_TE), problem)
         if problem.window is not None or problem.documents:

@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def wrong(self) -> bool:
-        """Whether an error is above its limit."""
+        """True if an error is above its limit."""
         return any(not error <= self.allowed[name] for name, error in self.errors.items())
 
     def as_json(self, p: Problem) -> dict[str, Any]:

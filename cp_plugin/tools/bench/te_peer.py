@@ -24,14 +24,14 @@ COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def missing(device: str) -> str | None:
-    """Why it is not available here, or None."""
+    """Return why it is not available here, or None."""
     if find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed: pip install 'cp-plugin[te]'"
     return None if device == "cuda" else "Transformer Engine's attention runs on CUDA devices only"
 
 
 def unsupported(comm_type: str, problem: Problem) -> str | None:
-    """Why it cannot do this problem, or None."""
+    """Return why it cannot do this problem, or None."""
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"Transformer Engine's attention takes bfloat16 and float16, not {problem.dtype}"
     if problem.documents:

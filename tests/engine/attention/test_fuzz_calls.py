@@ -161,7 +161,7 @@ def trained(
     for backward in backwards[:: -1 if t.order == "last first" else 1]:
         backward()
     if isinstance(module, FSDPModule):
-        module.reshard()  # after a forward without gradients the weights of that forward stand there
+        module.reshard()  # after a forward pass without gradients the weights of that forward stand there
     for name, parameter in layer.scale.items():  # unused ones have none, or zeros: wrappers differ
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         found[f"{SHARE}d scale of {name}"] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad

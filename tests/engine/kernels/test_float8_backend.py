@@ -63,7 +63,7 @@ def test_planted_faults_are_outside(fault: str, monkeypatch: pytest.MonkeyPatch)
     else:
         monkeypatch.setattr(scaling, "scale_for", lambda a, t: 8 * scale_for(a, t))
     case = Case(seq_length=64, heads=4, kv_heads=4, causal=True, dtype=torch.float32, head_dim=64, v_head_dim=64)
-    if fault == "gradients unscaled":  # in a training they are this small
+    if fault == "gradients unscaled":  # in a training run they are this small
         q, k, v, dout = case.inputs()
         monkeypatch.setattr(Case, "inputs", lambda self: (q, k, v, dout * 1e-6))
     found = errors(run(Float8(), case), case.reference())
@@ -214,7 +214,7 @@ def test_histories() -> None:
 
 
 def test_only_training_is_recorded() -> None:
-    """Not evaluation; a forward without gradients inside recomputation counts as training."""
+    """Not evaluation; a forward pass without gradients inside recomputation counts as training."""
     cp = ContextParallel("ring", fp8="compute", backend="float8")
     q, k, v = (x.requires_grad_().bfloat16() for x in CASES[1].inputs()[:3])
     forward = ("q", "k", "v", "out")
@@ -240,7 +240,7 @@ def test_only_training_is_recorded() -> None:
 
 
 def test_ranks_agree_on_scales() -> None:
-    """The rank with the largest elements decides; other ranks see them in the backward only."""
+    """The rank with the largest elements decides; other ranks see them in the backward pass only."""
 
     def rank() -> tuple[list[float], torch.Tensor]:
         index = dist.get_rank()

@@ -50,7 +50,7 @@ class Figures(NamedTuple):
     """Of this rank's q, or of its cached keys: what bytes are divided by."""
     allocations: int
     peak: int
-    """Bytes alive at once beside inputs and what the forward left."""
+    """Bytes alive at once beside inputs and what the forward pass left."""
     messages: dict[str, int]
     """Calls of each verb of the mesh."""
     sent: int

@@ -55,7 +55,7 @@ class Kernel:
         """The log-sum-exp of a row without a finite score: +inf in version 2, -inf in later ones."""
         self.two_sizes = two_sizes
         self.off = off or {False: OFF, True: OFF}
-        """For the forward and, under True, the backward: values with which all is off but plain attention."""
+        """For the forward and, under True, the backward pass: values with which all is off but plain attention."""
         self.deterministic: list[bool] = []
         self.head_sizes: list[tuple[int, int]] = []
 
@@ -151,6 +151,6 @@ class Machine:
 
 
 def _functions(parameters: tuple[str, str], **bodies: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """Named ``_flash_attn_`` and as given, the forward first."""
+    """Named ``_flash_attn_`` and as given, the forward pass first."""
     named = {f"_flash_attn_{end}": body for end, body in bodies.items()}
     return {name: function(name, names, named[name]) for name, names in zip(named, parameters, strict=True)}

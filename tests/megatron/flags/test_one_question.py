@@ -1,4 +1,4 @@
-"""One question to the planner, however it is asked, and no answer that the rules of a training refuse."""
+"""One question to the planner, however it is asked, and no answer that the rules of a training run refuse."""
 
 from __future__ import annotations
 

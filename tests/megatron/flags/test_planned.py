@@ -227,7 +227,7 @@ def tables(size: int) -> int:
 
 
 def saved_bytes(model: torch.nn.Module) -> list[int]:
-    """Bytes of all non-parameter storages that each forward saves; to be asked of a training."""
+    """Bytes of all non-parameter storages that each forward pass saves; to be asked of a training run."""
     from megatron.core.models.gpt import GPTModel
 
     original, saved = GPTModel.forward, []

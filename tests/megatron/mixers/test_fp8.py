@@ -1,4 +1,4 @@
-"""``--cp-fp8`` in Megatron: losses and bytes of a training, scales, self-check, refusals."""
+"""``--cp-fp8`` in Megatron: losses and bytes of a training run, scales, self-check, refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_flag_of_delayed_scaling_reaches_a_layer(monkeypatch: pytest.Monke
 
 
 def histories(model: torch.nn.Module) -> list[Tensor]:
-    """All layers' histories before and after each iteration's update; to be asked of a training.
+    """All layers' histories before and after each iteration's update; to be asked of a training run.
 
     Shape: ``[layers, iterations + 1, roles]``; the last row is what scales are taken from.
     """

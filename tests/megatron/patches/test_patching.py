@@ -69,7 +69,7 @@ def _held_by_megatron() -> set[str]:
 
 
 def test_nothing_of_megatrons_is_replaced_outside_of_the_table(validated: Callable[..., object]) -> None:
-    """In the modules that a training has imported once flags that need every kind of patch are validated."""
+    """In the modules that a training run has imported once flags that need every kind of patch are validated."""
     validated("--context-parallel-size 4 --cp-provider ring --cp-linear-attention gla --cp-layer-pattern LN")
     held = _held_by_megatron()
     own = {target for scope in ("run", "process") for target in patching.installed(scope)}

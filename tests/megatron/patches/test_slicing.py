@@ -90,7 +90,7 @@ AT = {"contiguous": [4, 5, 6, 7], "zigzag": [2, 3, 12, 13], "striped": [1, 5, 9,
 
 @pytest.mark.parametrize("layout", AT)
 def test_what_else_a_batch_has(on_rank: OnRank, layout: str) -> None:
-    """That tokens, labels, loss mask and positions are cut to every provider's layouts, trainings show."""
+    """That tokens, labels, loss mask and positions are cut to every provider's layouts, training runs show."""
     asked = on_rank(one_rank_of("all_gather", layout, 4, 1))
     batch, whole = _batch(), _batch()
     whole["hidden"] = batch["hidden"]
@@ -304,7 +304,7 @@ def test_what_cannot_be_padded_is_refused(
 
 
 def test_rope_needs_the_group_by_which_it_is_cut(on_rank: OnRank) -> None:
-    """That it is cut to the layout, every training shows."""
+    """That it is cut to the layout, every training run shows."""
     from cp_plugin.megatron.patches.rope import replace_get_pos_emb
 
     on_rank(one_rank_of("ring", "zigzag", 4, 1))

@@ -159,7 +159,7 @@ def test_imported_transformer_engine_is_an_error(fake_transformer_engine: Path) 
 
 
 def test_flags_that_cpu_mode_cannot_set() -> None:
-    """Others are refused in ``test_bad_flags``; every training needs the defaults."""
+    """Others are refused in ``test_bad_flags``; every training run needs the defaults."""
     args = argparse.Namespace(**{dest: value for dest, (value, _) in cpu.FLAGS.items()} | {"apply_rope_fusion": True})
     with pytest.raises(ValueError, match=r"apply_rope_fusion=True: not available on the CPU.*--no-rope-fusion"):
         cpu.check_flags(args)

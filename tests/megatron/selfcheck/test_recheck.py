@@ -1,4 +1,4 @@
-"""``--cp-check-every``: correct trainings pass with a margin; what is compared, and what it costs."""
+"""``--cp-check-every``: correct training runs pass with a margin; what is compared, and what it costs."""
 
 from __future__ import annotations
 

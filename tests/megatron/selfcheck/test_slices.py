@@ -1,6 +1,6 @@
 """Digests of slices: what they see, and scripts that change a batch after it was sliced.
 
-Planted faults are in ``feature_faults`` and ``test_planted_later``, clean trainings in ``test_recheck``.
+Planted faults are in ``feature_faults`` and ``test_planted_later``, clean training runs in ``test_recheck``.
 """
 
 from __future__ import annotations

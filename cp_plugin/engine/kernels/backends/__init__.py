@@ -42,7 +42,7 @@ class Backend(Protocol):
     """False: only full tiles, and square ones with diagonal 0."""
 
     def unsupported(self, call: CallInfo) -> str | None:
-        """Why it cannot run such a call here, or None."""
+        """Return why it cannot run such a call here, or None."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ class Backend(Protocol):
         ...
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
-        """What the backward needs besides lse: ``delta``, or an ``out`` that gives the same delta.
+        """Return what the backward pass needs besides lse: ``delta``, or an ``out`` that gives the same delta.
 
         Called once per query block; tiles slice its rows.
         """
@@ -80,7 +80,7 @@ class BlockBackend(BlockKernel, Protocol):
     name: str
 
     def unsupported(self, call: CallInfo) -> str | None:
-        """Why it cannot run such a call here, or None."""
+        """Return why it cannot run such a call here, or None."""
         ...
 
 
@@ -109,7 +109,7 @@ def about(backend: AnyBackend) -> About:
 
 
 def refusal(backend: AnyBackend, call: CallInfo) -> str | None:
-    """Why the backend cannot run such a call here, or None."""
+    """Return why the backend cannot run such a call here, or None."""
     if call.softcap and not about(backend).caps:
         return "it does not cap scores (softcap)"
     return backend.unsupported(call)

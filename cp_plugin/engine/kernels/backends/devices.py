@@ -15,7 +15,7 @@ import torch
 
 
 class Rate(NamedTuple):
-    """TFLOP/s on visible pairs in bfloat16, heads of 128, 16k tokens; a backward counts five products."""
+    """TFLOP/s on visible pairs in bfloat16, heads of 128, 16k tokens; a backward pass counts five products."""
 
     forward: float
     backward: float

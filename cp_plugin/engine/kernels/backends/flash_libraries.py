@@ -56,7 +56,7 @@ class Library:
     lse: str = "softmax_lse"
     """The backward's name of the log-sum-exp."""
     writes: bool = True
-    """Whether the backward writes to given dq, dk, dv instead of returning them."""
+    """Whether the backward pass writes to given dq, dk, dv instead of returning them."""
     largest: int = 256
     """The largest head size it was built for; sizes are multiples of 8."""
     caps: bool = False
@@ -124,9 +124,9 @@ def _flash3() -> Library:
     library = _bound(3, f"flash-attn-3 {_version('flash_attn_3', 'flashattn-hopper')}", module, ("cu_seqlens_q",))
     flags = import_module("flash_attn_config").CONFIG["build_flags"] if _there("flash_attn_config") else {}
     if flags.get("FLASHATTENTION_DISABLE_BACKWARD"):
-        raise ImportError(f"{library.title} was built without a backward")
+        raise ImportError(f"{library.title} was built without a backward pass")
     built = [size for size in (64, 96, 128, 192, 256) if not flags.get(f"FLASHATTENTION_DISABLE_HDIM{size}")]
-    # all releases with this parameter have a backward for two head sizes
+    # all releases with this parameter have a backward pass for two head sizes
     two_sizes = "window_size_left" in parameters(module._flash_attn_forward)
     without = flags.get("FLASHATTENTION_DISABLE_HDIM192") or flags.get("FLASH_ATTENTION_DISABLE_HDIMDIFF192")
     caps = library.caps and not flags.get("FLASHATTENTION_DISABLE_SOFTCAP")
@@ -163,7 +163,7 @@ Raises:
 
 
 def _bound(generation: int, title: str, module: Any, marks: tuple[str, ...]) -> Library:
-    """Version 2 or 3. ``marks``: parameters that the forward of older, unsupported versions lacks."""
+    """Version 2 or 3. ``marks``: parameters that the forward pass of older, unsupported versions lacks."""
     shared = ("q", "k", "v", "softmax_scale")
     try:
         forward, backward = module._flash_attn_forward, module._flash_attn_backward

@@ -5,7 +5,7 @@
                q, k, v, P, out'      e4m3
 
 Each tensor of a tile has one power-of-two scale (dq, dk and dv share one), by current or delayed scaling
-(``core.scaling``). P is exp(score - row maximum) in the forward, divided by its exact sum afterwards, and
+(``core.scaling``). P is exp(score - row maximum) in the forward pass, divided by its exact sum afterwards, and
 exp(score - lse) in the backward; its scale is fixed at 256. Like the kernels, the backward takes delta from a rounded
 out, here a stand-in (``fused.out_from_delta``) with a scale of its own.
 

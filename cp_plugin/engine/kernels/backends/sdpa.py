@@ -24,7 +24,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def no_half_on_cuda(title: str, call: CallInfo) -> str | None:
-    """Why a kernel for bfloat16 and float16 on CUDA cannot run the call, or None."""
+    """Return why a kernel for bfloat16 and float16 on CUDA cannot run the call, or None."""
     if call.device.type != "cuda":
         return f"{title} runs on CUDA devices only"
     return None if call.dtype in HALF else f"{title} takes bfloat16 and float16, not {call.dtype}"
@@ -144,7 +144,7 @@ def rows_first(x: Tensor) -> Tensor:
 
 
 def is_causal(q: Tensor, k: Tensor, diagonal: int) -> bool:
-    """Whether the tile is causal (square, diagonal 0); otherwise it must be full."""
+    """Return True if the tile is causal (square, diagonal 0); otherwise it must be full."""
     if diagonal >= k.size(0) - 1:
         return False
     assert diagonal == 0 and q.size(0) == k.size(0), (

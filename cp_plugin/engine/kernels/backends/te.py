@@ -3,7 +3,7 @@
 Called below TE's modules, as TE's own context parallelism does (transformer_engine 2.20,
 pytorch/attention/dot_product_attention/context_parallel.py). From there: the forward's statistics ``[b, h, s, 1]`` are
 natural log-sum-exps, and the backward takes those over all keys of each row. The kernels take dense ``[s, b, h, d]``
-tensors by address and ignore strides. The forward draws random numbers even without dropout, so it gets its own
+tensors by address and ignore strides. The forward pass draws random numbers even without dropout, so it gets its own
 generator, and tiles do not shift the model's.
 
 Not measured on a GPU yet.
@@ -125,7 +125,7 @@ def log_sum_exp(out: Any, statistics: Tensor, q: Tensor, v: Tensor, instead: str
 
 
 def must_be_deterministic() -> bool:
-    """Whether torch or TE's environment variable requires deterministic backwards."""
+    """Return True if torch or TE's environment variable requires deterministic backwards."""
     return torch.are_deterministic_algorithms_enabled() or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
 
 
@@ -168,7 +168,7 @@ def query_arguments(call: CallInfo, causal: bool) -> Arguments:
 
 
 def refusal(call: CallInfo, kind: str, ask: Callable[[CallInfo, bool], Arguments]) -> str | None:
-    """Why TE has no kernel of that kind for such full or causal tiles, or None.
+    """Return why TE has no kernel of that kind for such full or causal tiles, or None.
 
     ask: makes ``query_arguments``; ImportError or TypeError: the library cannot be used.
     """
