@@ -321,7 +321,8 @@ def starts_of(named: Mapping[str, Any]) -> Tensor:
     refuse(bool(named.get("logits_to_keep")), "logits_to_keep, which would count from the end of each shard")
     real = torch.ones_like(ids) if mask is None else (mask != 0).long()
     refuse(bool((real.diff(dim=1) > 0).any()), "padding on the left: set the tokenizer's padding_side to right")
-    starts = document_starts(ids, *(named.get(key) for key in ("position_ids", *_BOUNDS[:2])), real=real)
+    positions, queries, keys = (named.get(key) for key in ("position_ids", *_BOUNDS[:2]))
+    starts = document_starts(ids, positions, queries, keys, real)
     if documents is not None:
         differ = documents.diff(dim=1) != 0
         refuse(not torch.equal(differ, starts[:, 1:] != 0), "other documents by seq_idx than by position_ids")

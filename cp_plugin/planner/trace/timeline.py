@@ -77,12 +77,6 @@ class Timeline:
         """Rank -> exposed communication."""
         return {r: self.forward.total(WAITING)[r] + self.backward.total(WAITING)[r] for r in self.programs}
 
-    @property
-    def busiest_s(self) -> float:
-        """Seconds of kernels on the rank that has the most."""
-        kinds, passes = ("attention", "products", "memory"), (self.forward, self.backward)
-        return max(sum(p.total(kind)[r] for p in passes for kind in kinds) for r in self.programs)
-
 
 def simulate(
     setup: Setup, *, cluster: Cluster, stride: int = 1, ranks: Ranks = "few", trace: Trace = program
