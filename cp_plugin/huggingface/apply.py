@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -70,7 +70,7 @@ def apply(model: PreTrainedModel, cp: ContextParallel, *, check: bool = True) ->
     _refuse_by_name(model)
     whole = tokens(model, TOKENS * cp.size)[:1]
     with _named(model):
-        want = _evaluated(model, input_ids=whole) if check else None
+        want = _evaluated(model, output, input_ids=whole) if check else None
     division = Division(cp, model.config)
     forward = Forward(model, division, model)
     try:
@@ -84,7 +84,8 @@ def apply(model: PreTrainedModel, cp: ContextParallel, *, check: bool = True) ->
         division.linear = layers.lasp2(model, cp)
         if want is not None:
             _examine(model, division)
-            _require_same_results(model, division, whole, want)
+            with _named(model):  # as it was called before: a forward of its instance may make other positions
+                _compare_results(model, division, whole, want, output)
             if cp.size > 1:
                 forward.additions = Additions(model, _examine)
             division.calls = Calls()  # the first ones of training are compared
@@ -172,17 +173,9 @@ def _named(model: PreTrainedModel) -> Iterator[None]:
         ) from error
 
 
-def _evaluated(model: PreTrainedModel, **batch: Tensor) -> Tensor:
+def _evaluated(model: PreTrainedModel, compute: Callable[..., Tensor], **batch: Tensor) -> Tensor:
     with unchanged(model):
-        return output(model.eval(), **batch)
-
-
-def _require_same_results(model: PreTrainedModel, division: Division, whole: Tensor, want: Tensor) -> None:
-    """Of the whole model, as it was called before: a forward of its instance may make other positions."""
-    batch = shard(division.cp, whole)
-    with _named(model):
-        mine = _evaluated(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
-    _compare_results(model, division, want, mine)
+        return compute(model.eval(), **batch)
 
 
 class Both:
@@ -251,14 +244,15 @@ def require_same_attention(model: PreTrainedModel, division: Division) -> None:
     ids, call = tokens(model, size)[:1], Call(size, size - 1, (0, size) if cp.layout == DOCUMENTS else ())
     with probing(model, division, both, call):
         want = body(model, input_ids=ids)
-    batch = shard(cp, ids)
-    with unchanged(model):
-        mine = body(model.eval(), input_ids=batch["input_ids"], position_ids=batch["position_ids"])
-    _compare_results(model, division, want, mine)
+    _compare_results(model, division, ids, want, body)
 
 
-def _compare_results(model: PreTrainedModel, division: Division, want: Tensor, mine: Tensor) -> None:
-    cp, dtype = division.cp, coarsest(model, division.dtype)
+def _compare_results(
+    model: PreTrainedModel, division: Division, whole: Tensor, want: Tensor, compute: Callable[..., Tensor]
+) -> None:
+    """Compare what the divided model computes of a whole sequence with what one rank did; collective."""
+    cp, dtype, batch = division.cp, coarsest(model, division.dtype), shard(division.cp, whole)
+    mine = _evaluated(model, compute, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
     error = apart(want, placed(cp, (0, want.size(1))).unshard(mine, 1), 2, dtype)
     if not error <= (limit := allowed(dtype)):
         raise ValueError(

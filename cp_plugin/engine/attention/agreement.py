@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,16 +101,21 @@ def check(
         raise error
 
 
+def _settings_in_block() -> Generator[dict[str, Any], None, tuple[dict[str, Any], Exception | None]]:
+    """Yield a dictionary to a ``with`` block; return what the block has put there, and the error that ended it."""
+    settings: dict[str, Any] = {}
+    try:
+        yield settings
+    except Exception as error:
+        return settings, error
+    return settings, None
+
+
 @contextmanager
 def compare_call(cp: Any, name: str, tensors: Sequence[Tensor | None]) -> Iterator[dict[str, Any]]:
     """Inside the ``with`` block settings of a call of a ``ContextParallel`` are checked, and added to the dictionary,
     which is compared with the tensors' shapes and dtypes; an error in there reaches all ranks."""
-    settings: dict[str, Any] = {}
-    refused = None
-    try:
-        yield settings
-    except Exception as error:
-        refused = error
+    settings, refused = yield from _settings_in_block()
     if cp._calls.compared and _has_others(cp.mesh):
         gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         assert settings.keys() <= _SETTINGS.keys(), "a setting that other calls do not send a digest of"
@@ -134,12 +139,7 @@ def compare_call(cp: Any, name: str, tensors: Sequence[Tensor | None]) -> Iterat
 @contextmanager
 def compare_in_group(group: dist.ProcessGroup | None) -> Iterator[dict[str, Any]]:
     """``compare_call`` for what all ranks of a group are about to make together, such as several groups."""
-    settings: dict[str, Any] = {}
-    refused = None
-    try:
-        yield settings
-    except Exception as error:
-        refused = error
+    settings, refused = yield from _settings_in_block()
     if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
         text = json.dumps([str(refused or ""), {name: repr(x) for name, x in settings.items()}])
         texts, named = zip(*map(json.loads, gather_texts(text, group)), strict=True)
