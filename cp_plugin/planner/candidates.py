@@ -143,7 +143,7 @@ def refusals(problem: Problem) -> Mapping[str, str]:
 def as_flags(setup: Setup) -> str:
     """Megatron flags for a setup: ``--cp-provider attention2d --cp-layout zigzag --cp-grid 8x8``."""
     linear = setup.provider.kind == "linear"  # shares the layout of the softmax layers
-    chosen = providers.in_order(replace(setup.options, layout=None if linear else setup.layout, backend="auto"))
+    chosen = providers.order_choices(replace(setup.options, layout=None if linear else setup.layout, backend="auto"))
     flags = [f"{option.flag} {show_option(value)}" for option, value in chosen.items()]
     return " ".join([f"--cp-{'linear-' * linear}provider {setup.provider.name}", *flags])
 

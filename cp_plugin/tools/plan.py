@@ -237,7 +237,7 @@ def _explained(given: _Given, provider: str | None, options: Options, as_json: b
     options = replace(options, fp8="comm") if given.fp8 else options
     asked = fitting(given.ask(), given.global_batch)
     if provider is None and options != Options():
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in providers.in_order(options))
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in providers.order_choices(options))
         raise ValueError(f"{named}: a method's options need --provider NAME")
     shapes = sorted(asked.shapes, key=lambda shape: RECOMPUTE.index(shape.recompute))
     least = next((shape for shape in shapes if asked.fits(footprint(asked.model, shape))), shapes[-1])

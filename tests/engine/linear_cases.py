@@ -108,7 +108,7 @@ class LinearCase(Problem):
         return marks if offset == 0 else marks.flip(0)
 
 
-def on_shards(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def run_on_shards(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Forward and backward on this rank's shards, in the order of ``LinearCase.want``."""
     *inputs, dout = case.inputs(dtype)
     shards = [None if x is None else sharded(cp, x).detach().requires_grad_() for x in inputs]

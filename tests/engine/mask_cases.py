@@ -32,15 +32,15 @@ def trees(draw: st.DrawFn, tokens: int, nodes: int = 9) -> Tree:
 def paths(tree: Tree) -> list[list[int]]:
     """For each token of the pack those before it on its path and itself, from the root."""
     begins = [0, *itertools.accumulate(tree.lengths)]
-    found: list[list[int]] = []
+    walked: list[list[int]] = []
     for node, length in enumerate(tree.lengths):
         above: list[int] = []
         parent = tree.parents[node]
         while parent != -1:
             above = [*range(begins[parent], begins[parent] + tree.lengths[parent]), *above]
             parent = tree.parents[parent]
-        found += [[*above, *range(begins[node], begins[node] + n + 1)] for n in range(length)]
-    return found
+        walked += [[*above, *range(begins[node], begins[node] + n + 1)] for n in range(length)]
+    return walked
 
 
 def visible(tree: Tree) -> Tensor:

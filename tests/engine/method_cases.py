@@ -80,22 +80,22 @@ def setup_of(name: str, *, causal: bool = True, dtype: torch.dtype = torch.bfloa
 
 def kernel_calls(setup: Resolved, index: int) -> list[tuple[Block, Sizes]]:
     """What rank ``index`` asks its kernel for in a forward."""
-    found, problem = list[tuple[Block, Sizes]](), setup.problem
-    kernel = RecordingKernel(lambda q, kv, block: found.append((block, Sizes.from_tensors(q.q, *kv.tensors))))
+    calls, problem = list[tuple[Block, Sizes]](), setup.problem
+    kernel = RecordingKernel(lambda q, kv, block: calls.append((block, Sizes.from_tensors(q.q, *kv.tensors))))
     q, k, v, *_ = shapes(problem, problem.seq_length // problem.size)
     without_peers(setup.provider, problem, setup.options, index, kernel).forward(Queries(q), KeyValues(k, v))
-    return found
+    return calls
 
 
 def traced(setup: Setup) -> list[Formula]:
     """Bytes of each rank by the closed formula, which must equal the trace (AssertionError)."""
-    formulas = of_formula(setup)
+    formulas = predict(setup)
     for index in (1, setup.problem.size - 1):  # off the diagonal of a grid and on it
         assert trace(setup, index) == formulas[index], (setup, index)
     return formulas
 
 
-def on_the_wire(setup: Setup) -> list[Formula]:
+def count_on_the_wire(setup: Setup) -> list[Formula]:
     """As ``traced``; the ledgers of ranks that are threads must agree as well."""
 
     def rank(mesh: Mesh) -> Formula:
@@ -106,7 +106,7 @@ def on_the_wire(setup: Setup) -> list[Formula]:
     return formulas
 
 
-def of_formula(setup: Setup, **options: Any) -> list[Formula]:
+def predict(setup: Setup, **options: Any) -> list[Formula]:
     """(phase, axis) -> bytes of each rank by the closed formula; options: override the setup's."""
     chosen = replace(setup.options, **options)
     return [dict(setup.provider.traffic(setup.problem, chosen, index)) for index in range(setup.problem.size)]

@@ -56,9 +56,9 @@ class Calls:
 
     def is_compared(self) -> bool:
         """Return True if this call is compared; count it."""
-        found = self.is_next_compared()
+        compared = self.is_next_compared()
         self.number += 1
-        return found
+        return compared
 
     def note(self, settings: Mapping[str, Any]) -> None:
         """Keep the settings of the next call until it is its turn to be compared."""
@@ -69,8 +69,8 @@ class Calls:
 
     def noted(self) -> dict[str, Changes]:
         """The settings kept since the last comparison, which are forgotten."""
-        found, self._since = self._since, {}
-        return found
+        settings, self._since = self._since, {}
+        return settings
 
 
 def check(
@@ -128,7 +128,7 @@ def compare_call(cp: Any, name: str, tensors: Sequence[Tensor | None]) -> Iterat
                 "provider": cp.provider.name,
                 "layout": cp.layout.name,
                 "placed documents": place if isinstance(place, Placement) else None,
-                "options": cp.options.given,
+                "options": cp.options.items,
                 **_SETTINGS,
                 **settings,
             }
@@ -162,10 +162,10 @@ def _disagreement(differ: Mapping[str, list[list[int]]], named: Mapping[str, Any
     if not differ:
         return None
     parts = (f"{name} ({' and '.join(map(ranks_named, groups))} disagree)" for name, groups in differ.items())
-    mine = ", ".join(f"{name}={_shown(named[name])}" for name in differ)
+    own = ", ".join(f"{name}={_shown(named[name])}" for name in differ)
     return ValueError(
         f"context-parallel ranks made different calls: {'; '.join(parts)}. Every rank must make the same call with the "
-        f"same settings, and its shard of the same batch. Rank {index} has {mine}"
+        f"same settings, and its shard of the same batch. Rank {index} has {own}"
     )
 
 
@@ -197,9 +197,9 @@ def gathered(mesh: Mesh, x: Tensor, ledger: Ledger | None = None) -> Tensor:
         mesh.ledger = usual
 
 
-def problem_of_ranks(mesh: Mesh, mine: str | None, device: torch.device) -> ValueError | None:
+def problem_of_ranks(mesh: Mesh, own: str | None, device: torch.device) -> ValueError | None:
     """The error of the first rank that has one, on every rank, whose own is ``mine``; None if none has. Collective."""
-    text = (mine or "").encode()[:_TEXT].ljust(_TEXT)
+    text = (own or "").encode()[:_TEXT].ljust(_TEXT)
     table = gathered(mesh, torch.tensor([list(text)], dtype=torch.uint8, device=device)).tolist()
     return _first([bytes(row).decode(errors="ignore").strip() for row in table])
 

@@ -90,8 +90,8 @@ class ContextParallel(LinearAttention):
         resolved = self._resolved(provider, mesh, problem, options)
         self.provider, self.options, self.why = resolved.provider, resolved.options, resolved.why
         if mesh is None:
-            found = self.provider
-            mesh = GroupMesh.from_group(resolved.axes, self.group, found.extra_groups, found.collective_axes)
+            chosen = self.provider
+            mesh = GroupMesh.from_group(resolved.axes, self.group, chosen.extra_groups, chosen.collective_axes)
         if mesh.axes != resolved.axes:
             raise ValueError(f"provider {self.provider.name!r} needs the mesh axes {resolved.axes}, got {mesh.axes}")
         self.mesh, self.per_host = mesh, resolved.problem.transport.per_host
@@ -111,11 +111,11 @@ class ContextParallel(LinearAttention):
                 raise ValueError("a Resolved already has options and a problem: pass neither")
             return provider
         with agreement.compare_in_group(self.group if mesh is None else None) as settings:
-            found = providers.get(provider)
-            asked = float32_unless_told(found, Options(**options))
-            (kernels if found.kind == "linear" else backends).check_name(asked.backend)
-            settings |= {"provider": found.name, "layout": asked.layout, "options": asked.given, "problem": problem}
-        return providers.settle(found, typical_call(found, asked, self.group, mesh, problem), asked)
+            chosen = providers.get(provider)
+            told = float32_unless_told(chosen, Options(**options))
+            (kernels if chosen.kind == "linear" else backends).check_name(told.backend)
+            settings |= {"provider": chosen.name, "layout": told.layout, "options": told.items, "problem": problem}
+        return providers.settle(chosen, typical_call(chosen, told, self.group, mesh, problem), told)
 
     def _place(self, layout: Layout) -> None:
         """Place tokens in this layout, with empty caches of plans."""
@@ -127,7 +127,7 @@ class ContextParallel(LinearAttention):
 
     def __repr__(self) -> str:
         """The provider, ranks, layout and options, and a line for each choice that was made for the user."""
-        chosen = {option: value for option, value in providers.in_order(self.options).items() if option != "layout"}
+        chosen = providers.order_choices(replace(self.options, layout=None))
         ranks = f"rank {self.index} of {self.size}" if self.size > 1 else "one rank"
         parts = [repr(self.provider.name), ranks, f"layout={self.layout.name!r}"]
         lines = [f"ContextParallel({', '.join([*parts, *(f'{name}={value!r}' for name, value in chosen.items())])})"]
@@ -146,8 +146,7 @@ class ContextParallel(LinearAttention):
     def without_fp8(self) -> ContextParallel:
         """The same with everything computed, and sent, in the model's dtype."""
         other, chosen = copy.copy(self), self.options
-        backend = "auto" if chosen.fp8 == "compute" else chosen.backend
-        other.options = Options(layout=chosen.layout, backend=backend, given=chosen.given, fp8=None)
+        other.options = replace(chosen, backend="auto" if chosen.fp8 == "compute" else chosen.backend, fp8=None)
         return other
 
     @eager
@@ -200,7 +199,7 @@ class ContextParallel(LinearAttention):
         if scaling is not None and not (torch.is_grad_enabled() or to_be_repeated()):
             scaling = scaling.reader()
         tensors = tuple(None if x is None else (x.shape, x.dtype, x.device) for x in (q, k, v, sink))
-        asked = (tensors, causal, window, documents, tree, scale, softcap, scaling, self.options)
+        kind = (tensors, causal, window, documents, tree, scale, softcap, scaling, self.options)
 
         def composed() -> Attend:
             self._is_for("softmax")
@@ -221,7 +220,7 @@ class ContextParallel(LinearAttention):
                 )
             return self.method(problem, q.device, Scores.from_call(q, scale, softcap), mask, scaling)
 
-        return softmax.Attention.apply(q, k, v, sink, self._plans.get(asked, composed), self.mesh)
+        return softmax.Attention.apply(q, k, v, sink, self._plans.get(kind, composed), self.mesh)
 
     @as_called
     def method(

@@ -32,11 +32,11 @@ def cast[**P, R](*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             kind = first.device.type
             if not is_on(kind):
                 return call(*args, **named)
-            given = signature.bind(*args, **named)
-            for name in given.arguments.keys() & set(names):
-                given.arguments[name] = _cast(given.arguments[name], torch.get_autocast_dtype(kind))
+            bound = signature.bind(*args, **named)
+            for name in bound.arguments.keys() & set(names):
+                bound.arguments[name] = _cast(bound.arguments[name], torch.get_autocast_dtype(kind))
             with off(kind):
-                return call(*given.args, **given.kwargs)
+                return call(*bound.args, **bound.kwargs)
 
         return with_cast
 

@@ -53,7 +53,7 @@ class Setup(Resolved):
 
     def __str__(self) -> str:
         """``grid 8x8, head parallel 2``; values of 1 are left out."""
-        chosen = providers.in_order(replace(self.options, layout=None, backend="auto"))
+        chosen = providers.order_choices(replace(self.options, layout=None, backend="auto"))
         return ", ".join(
             f"{name.replace('_', ' ')} {show_option(value)}" for name, value in chosen.items() if value != 1
         )
@@ -64,13 +64,13 @@ def settled(provider: Provider, problem: Problem, options: Options) -> Setup:
     options that do not fit the provider or the number of ranks, as ``providers.settle`` does."""
     if options.layout == DOCUMENTS.name and problem.bounds:
         problem = placed(problem)
-    found = providers.settle(provider, problem, options)
-    reason = providers.unsupported(found.provider, problem, found.options)
+    resolved = providers.settle(provider, problem, options)
+    reason = providers.unsupported(resolved.provider, problem, resolved.options)
     try:
-        providers.layout_for(found.provider, found.options).segments(problem.seq_length, problem.size, 0)
+        providers.layout_for(resolved.provider, resolved.options).segments(problem.seq_length, problem.size, 0)
     except ValueError as indivisible:
         reason = reason or str(indivisible)
-    return Setup(provider=found.provider, problem=problem, options=found.options, why=found.why, reason=reason)
+    return Setup(provider=resolved.provider, problem=problem, options=resolved.options, why=resolved.why, reason=reason)
 
 
 def settled_or_reason(provider: Provider, problem: Problem, options: Options) -> Setup:
@@ -83,8 +83,8 @@ def settled_or_reason(provider: Provider, problem: Problem, options: Options) ->
 
 def with_float32_sums(provider: Provider, problem: Problem, options: Options) -> Setup:
     """``settled_or_reason`` whatever the table of ``--cp-gradient-dtype`` says, to compare methods by their bytes."""
-    found = settled_or_reason(provider, problem, float32_unless_told(provider, options))
-    return replace(found, options=replace(found.options, gradient_dtype=options.gradient_dtype))
+    setup = settled_or_reason(provider, problem, float32_unless_told(provider, options))
+    return replace(setup, options=replace(setup.options, gradient_dtype=options.gradient_dtype))
 
 
 def can_place(provider: Provider, problem: Problem) -> bool:
@@ -105,12 +105,12 @@ def setups(chosen: Sequence[str | Provider], problem: Problem, options: Options)
     Each gets the options it has; an option that none of them has is an error. Options that do not fit are an error for
     chosen providers and a reason for others. ValueError for an unknown provider, and as above.
     """
-    found = [providers.get(p) if isinstance(p, str) else p for p in chosen or _all(options.backend)]
+    candidates = [providers.get(p) if isinstance(p, str) else p for p in chosen or _all(options.backend)]
     for name, value in options.chosen.items():
-        if not any(_has(p, name) for p in found):
-            providers.settle(found[0], problem, Options(**{name: value}))
+        if not any(_has(p, name) for p in candidates):
+            providers.settle(candidates[0], problem, Options(**{name: value}))
     settle = settled if chosen else settled_or_reason
-    return [settle(p, problem, options_of(p, options)) for p in found]
+    return [settle(p, problem, options_of(p, options)) for p in candidates]
 
 
 def _all(backend: str) -> list[str]:
@@ -217,10 +217,10 @@ def call_kernel(
     q, k, v, dout = x
     wide = accumulation_dtype(q.dtype)
     block = Block((range(q.size(0)),), (range(k.size(0)),), mask, Scores.from_call(q))
-    found = kernel.forward(Queries(q), KeyValues(k, v), block)
-    assert found is not None, "it finds the block empty"
+    partial = kernel.forward(Queries(q), KeyValues(k, v), block)
+    assert partial is not None, "it finds the block empty"
     between()
-    delta = (dout.to(wide) * sent(found.out).to(wide)).sum(-1)
-    grads = kernel.backward(Queries(q, dout, found.lse, delta), KeyValues(k, v), block)
+    delta = (dout.to(wide) * sent(partial.out).to(wide)).sum(-1)
+    grads = kernel.backward(Queries(q, dout, partial.lse, delta), KeyValues(k, v), block)
     assert grads is not None, "it finds the block empty"
-    return found.out, *grads
+    return partial.out, *grads

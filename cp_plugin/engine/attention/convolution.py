@@ -140,7 +140,7 @@ _AXIS = "cp"
 def _planned(
     layout: Layout,
     numbers: tuple[int, ...],
-    here: int,
+    index: int,
     tokens: int,
     width: int,
     documents: tuple[int, ...],
@@ -149,35 +149,35 @@ def _planned(
     """numbers: rank -> its number in the layout."""
     size = len(numbers)
     held = [layout.segments(tokens, size, number) for number in numbers]
-    found = needs(held, held, Mask.from_arguments(True, (width - 1, 0), documents))
-    others = [rank for rank in range(size) if rank != here]
-    leaving = {rank: found.rows(rank, here) for rank in others}
-    arriving = {rank: found.rows(here, rank) for rank in others}
-    mine = layout.positions(tokens, size, numbers[here])
+    needed = needs(held, held, Mask.from_arguments(True, (width - 1, 0), documents))
+    others = [rank for rank in range(size) if rank != index]
+    leaving = {rank: needed.rows(rank, index) for rank in others}
+    arriving = {rank: needed.rows(index, rank) for rank in others}
+    own = layout.positions(tokens, size, numbers[index])
     runs = [run for rank in others for run in rows_of(held[rank], arriving[rank])]
     fetched = [torch.arange(run.start, run.stop, run.step) for run in runs]
-    known = torch.cat([mine, *fetched])
+    known = torch.cat([own, *fetched])
     place = torch.full((tokens,), -1)  # of every position
     place[known] = torch.arange(len(known))
     begins = torch.tensor((0, *documents))
-    first = begins[torch.searchsorted(begins, mine, right=True) - 1]  # of each token's document
-    before, after = torch.full((width, len(mine)), -1), torch.full((width, len(known)), -1)
+    first = begins[torch.searchsorted(begins, own, right=True) - 1]  # of each token's document
+    before, after = torch.full((width, len(own)), -1), torch.full((width, len(known)), -1)
     for back in range(width):
-        at = mine - back
+        at = own - back
         before[back] = torch.where(at >= first, place[at.clamp(min=0)], -1)
         seen = before[back] >= 0
-        after[back, before[back, seen]] = torch.arange(len(mine))[seen]
+        after[back, before[back, seen]] = torch.arange(len(own))[seen]
     rows = tuple(run for rank in others for run in leaving[rank])
-    lent = [mine[run.start : run.stop] for run in rows] or [mine[:0]]
+    lent = [own[run.start : run.stop] for run in rows] or [own[:0]]
     return _Plan(
         leaving=rows,
         sent=tuple(sum(map(len, leaving.get(rank, ()))) for rank in range(size)),
         received=tuple(sum(map(len, arriving.get(rank, ()))) for rank in range(size)),
         before=copied(before.int(), device),
         after=copied(after.int(), device),
-        home=copied(_row_places(rows, len(mine)).int(), device),
+        home=copied(_row_places(rows, len(own)).int(), device),
         lent=copied(torch.cat(lent), device),
-        halo=copied(known[len(mine) :], device),
+        halo=copied(known[len(own) :], device),
     )
 
 
@@ -187,9 +187,9 @@ def _row_places(runs: tuple[range, ...], tokens: int) -> Tensor:
     order = rows.argsort(stable=True)
     counts = rows.bincount(minlength=tokens)
     nth = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows[order]]
-    found = torch.full((int(counts.max()), tokens), -1)
-    found[nth, rows[order]] = order
-    return found
+    places = torch.full((int(counts.max()), tokens), -1)
+    places[nth, rows[order]] = order
+    return places
 
 
 def copied(table: Tensor, device: torch.device) -> Tensor:

@@ -96,7 +96,7 @@ def mask_of(problem: Problem, documents: tuple[int, ...], tree: Tree | None) -> 
 
 
 def typical_call(
-    found: Provider, asked: Options, group: dist.ProcessGroup | None, mesh: Mesh | None, problem: Problem | None
+    provider: Provider, options: Options, group: dist.ProcessGroup | None, mesh: Mesh | None, problem: Problem | None
 ) -> Problem:
     """The call by which the provider chooses, completed with what is known of the ranks; ValueError if it is for
     another number of ranks, or missing where the provider must know the heads."""
@@ -105,12 +105,12 @@ def typical_call(
     typical = problem or Problem(size=size, transport=Transport(network=network))
     if typical.size != size:
         raise ValueError(f"problem is for {typical.size} context-parallel ranks, but there are {size}")
-    if size > 1 and mesh is None and problem is None and found.asks_heads(asked):
+    if size > 1 and mesh is None and problem is None and provider.asks_heads(options):
         raise ValueError(
-            f"{spelled('provider', found.name)} divides the ranks by the heads: give problem=Problem(size={size}, "
+            f"{spelled('provider', provider.name)} divides the ranks by the heads: give problem=Problem(size={size}, "
             "heads=..., kv_heads=...), or head_parallel"
         )
-    asks_hosts = found.asks_hosts(asked) or asked.layout == DOCUMENTS.name
+    asks_hosts = provider.asks_hosts(options) or options.layout == DOCUMENTS.name
     if asks_hosts and group is not None and not typical.transport.hosts:
         typical = typical.with_transport(hosts=gather_hosts(group))
     return typical

@@ -78,13 +78,13 @@ def decay_of(log_decay: Tensor | None, k: Tensor) -> Decay:
         (*k.shape[:3],): "token",
         (*k.shape[:3], k.size(3)): "key",
     }
-    found = shapes.get(tuple(log_decay.shape))
-    if found is None:
+    kind = shapes.get(tuple(log_decay.shape))
+    if kind is None:
         raise ValueError(
             f"log_decay has shape {tuple(log_decay.shape)}; for k {tuple(k.shape)} it must be one of "
             f"{', '.join(map(str, shapes))}: per key/value head, per token and head, or per token, head and dimension"
         )
-    return found
+    return kind
 
 
 def fold(x: Tokens, parts: Parts, documents: Documents | None) -> Tokens:
@@ -95,9 +95,9 @@ def fold(x: Tokens, parts: Parts, documents: Documents | None) -> Tokens:
     return Tokens._make((*map(parts.fold, x[:-1]), parts.fold(starts, ends)))
 
 
-def _joined(found: Tensor, x: Tokens, parts: Parts) -> Tensor:
+def _joined(folded: Tensor, x: Tokens, parts: Parts) -> Tensor:
     """The outputs of a shard from those of its segments; two directions are summed, counting a token itself once."""
-    out = parts.unfold(found)
+    out = parts.unfold(folded)
     if parts.directions == 1:
         return out[0]
     repeat = x.q.size(2) // x.k.size(2)
@@ -296,8 +296,8 @@ class LinearAttention(Sharding):
         if cu_seqlens is None:
             return None
         positions = self.positions(seq_length, device)
-        here = cu_seqlens.device == positions.device and cu_seqlens.dtype == positions.dtype
-        edges = cu_seqlens if here else _copied(bounds, positions.device)
+        usable = cu_seqlens.device == positions.device and cu_seqlens.dtype == positions.dtype
+        edges = cu_seqlens if usable else _copied(bounds, positions.device)
         return Documents(_is_edge(positions, edges[:-1]), _is_edge(positions + 1, edges[1:]))
 
     def _linear_problem(

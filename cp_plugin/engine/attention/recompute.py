@@ -31,12 +31,12 @@ class Recomputed[**P, R]:
         regions = _regions()
         regions.append(self)
         try:
-            found = self._function(*args, **kwargs)
+            result = self._function(*args, **kwargs)
         finally:
             regions.pop()
         if self.run == 2 and self._results:
             raise RuntimeError(f"recomputation left {len(self._results)} attention results unused: {_UNEQUAL}")
-        return found
+        return result
 
     def take(self) -> Any:
         """The next result, which is no longer kept."""
@@ -53,14 +53,14 @@ def once[T](compute: Callable[[], T]) -> T:
     keepers = []
     for region in reversed(_regions()):
         if region.run == 2:
-            found: T = region.take()
+            result: T = region.take()
             break
         keepers += [region] if region.run == 1 else []
     else:
-        found = compute()
+        result = compute()
     for region in keepers:
-        region._results.append(found)
-    return found
+        region._results.append(result)
+    return result
 
 
 def to_be_repeated() -> bool:

@@ -98,7 +98,7 @@ def _plan(
 
     numbers: rank -> its number in the layout. Every rank finds the same messages.
     """
-    size, mine = len(numbers), numbers[index]
+    size, own = len(numbers), numbers[index]
     owner = torch.empty(seq_length, dtype=torch.int64)
     place = torch.empty(seq_length, dtype=torch.int64)
     for number in range(size):
@@ -110,13 +110,13 @@ def _plan(
     messages = []
     for places in away.unique().tolist():
         pairs = away == places
-        given, got = place[(goal + by)[pairs & (gives == mine)]], place[goal[pairs & (gets == mine)]]
+        sent, got = place[(goal + by)[pairs & (gives == own)]], place[goal[pairs & (gets == own)]]
         longest = int(gives[pairs].bincount().max())
         messages.append(
             _Message(
-                to=numbers.index((mine - places) % size),
-                source=numbers.index((mine + places) % size),
-                send=pad(given, (0, longest - len(given))).to(device),
+                to=numbers.index((own - places) % size),
+                source=numbers.index((own + places) % size),
+                send=pad(sent, (0, longest - len(sent))).to(device),
                 put=got.to(device),
             )
         )

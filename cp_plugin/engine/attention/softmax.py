@@ -112,6 +112,6 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 def sink_gradient(sink: Tensor, heads: slice, lse: Tensor, delta: Tensor) -> Tensor:
     """Gradient of all sinks ``[h]`` from this rank's queries and heads; lse and delta include the sink."""
-    found = torch.zeros_like(sink)
-    found[heads] = -(torch.exp(sink[heads].to(lse.dtype) - lse) * delta).sum((0, 1)).to(sink.dtype)
-    return found
+    gradient = torch.zeros_like(sink)
+    gradient[heads] = -(torch.exp(sink[heads].to(lse.dtype) - lse) * delta).sum((0, 1)).to(sink.dtype)
+    return gradient

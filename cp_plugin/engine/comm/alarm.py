@@ -46,8 +46,8 @@ class Alarm:
         self.rank, self.size = rank, size
         self._where = where
         # torchrun keeps its store across restarts, with the previous start's alarm in it
-        mine = f"cp_plugin_alarm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._store, self._asleep = (dist.PrefixStore(mine, store.clone()) for _ in range(2))  # type: ignore[attr-defined]
+        prefix = f"cp_plugin_alarm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._store, self._asleep = (dist.PrefixStore(prefix, store.clone()) for _ in range(2))  # type: ignore[attr-defined]
         self._silenced = threading.Event()
         self._store.set(f"host/{rank}", socket.gethostname())
         background.start(self._listen, "cp_plugin_alarm")
@@ -58,16 +58,16 @@ class Alarm:
         Takes a few seconds at most, even where the store cannot be reached.
         """
         self._silenced.set()
-        found: list[str | None] = []
+        reports: list[str | None] = []
 
         def talk() -> None:
             with contextlib.suppress(RuntimeError, OSError):
-                found.append(self._told(story))
+                reports.append(self._told(story))
 
         talking = background.start(talk, "cp_plugin_talk")  # on a cut link a call blocks until TCP gives up
         talking.join(1.5 * _ANSWER_S)
-        if found:
-            return found[0]
+        if reports:
+            return reports[0]
         own = f"rank {self.rank} of {self.size} on {socket.gethostname()}: {story}"
         return f"{own}\n  no contact with the other ranks: rank 0, or the process that keeps the run's store, is gone"
 
@@ -109,8 +109,9 @@ class Alarm:
             story = self._asleep.get(_ALARM).decode()
             if self._silenced.wait(_LEAVE_S):
                 return
-            here, there = self.signature(self.rank), self.signature(teller)
-            print(f"cp_plugin: terminating {here}: another rank failed. {there}: {story}", file=sys.stderr, flush=True)
+            own, other = map(self.signature, (self.rank, teller))
+            end = f"cp_plugin: terminating {own}: another rank failed. {other}: {story}"
+            print(end, file=sys.stderr, flush=True)
         except (RuntimeError, OSError):  # the store is gone: the run has ended, or rank 0 is lost
             return
         os._exit(EXIT_STATUS)

@@ -65,12 +65,12 @@ def _all_sizes(group: dist.ProcessGroup) -> list[int]:
 
 def _size_below(group: dist.ProcessGroup) -> list[int]:
     """The group's size as the rank below knows it; the rank above is sent ours."""
-    here, n = group.rank(), group.size()
+    rank, n = group.rank(), group.size()
     size = torch.full((1,), n, device=device_of(group))
     received = torch.zeros_like(size)
     operations = [
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(here - 1) % n),
-        dist.P2POp(dist.isend, size, group=group, group_peer=(here + 1) % n),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % n),
+        dist.P2POp(dist.isend, size, group=group, group_peer=(rank + 1) % n),
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()

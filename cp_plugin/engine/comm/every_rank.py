@@ -38,12 +38,12 @@ def gather_ranks(mesh: Mesh, x: Tensor) -> Tensor:
     Tensors go around each axis: neighbours are connected already, where NCCL would allocate buffers for a collective
     that many groups never need.
     """
-    found = x[None]
+    stacked = x[None]
     for axis in reversed(mesh.axes):  # fastest axis first: the order of the flat index
-        size, here = mesh.axes[axis], mesh.coordinates[axis]
-        parts = {here: found}
+        size, own = mesh.axes[axis], mesh.coordinates[axis]
+        parts = {own: stacked}
         for step in range(1, size):
-            (found,) = mesh.shift(axis, (found,)).wait()
-            parts[(here - step) % size] = found
-        found = torch.cat([parts[place] for place in range(size)])
-    return found
+            (stacked,) = mesh.shift(axis, (stacked,)).wait()
+            parts[(own - step) % size] = stacked
+        stacked = torch.cat([parts[place] for place in range(size)])
+    return stacked

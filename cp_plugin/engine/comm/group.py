@@ -107,14 +107,14 @@ class GroupMesh(Mesh):
         unused = [group]
         on_nccl = dist.get_backend(group) == "nccl"
         for name, lists in axis_groups(ranks, axes, extra).items():
-            mine = next(members for members in lists if dist.get_rank() in members)
-            if mine == ranks and unused:
+            own_ranks = next(members for members in lists if dist.get_rank() in members)
+            if own_ranks == ranks and unused:
                 groups[name] = unused.pop()
             else:
                 # torch keeps the options and writes the group's name and timeout into them: each group needs its own
                 urgent = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if on_nccl else None
                 groups[name] = dist.new_group(
-                    mine, use_local_synchronization=True, pg_options=urgent, group_desc=f"cp_plugin_{name}"
+                    own_ranks, use_local_synchronization=True, pg_options=urgent, group_desc=f"cp_plugin_{name}"
                 )
         connect(groups, collective=collective)
         return cls(axes, groups, group.rank())
@@ -152,8 +152,8 @@ class GroupMesh(Mesh):
     def name(self, phase: str, verb: str, axis: str, ends: tuple[int | None, ...]) -> Named:
         """A message's identity. ``ends``: peers as places on the axis; none: all of it."""
         ranks = dist.get_process_group_ranks(self._group(axis))
-        here = dist.get_rank()
-        peers = {ranks[end] for end in ends if end is not None} if ends else {rank for rank in ranks if rank != here}
+        own = dist.get_rank()
+        peers = {ranks[end] for end in ends if end is not None} if ends else {rank for rank in ranks if rank != own}
         return Named(phase=phase, verb=verb, axis=axis, peers=tuple(sorted(peers)))
 
     def _exchange(self, axis: str, tensors: Tensors, to: int | None, source: int | None) -> Pending:
@@ -202,10 +202,10 @@ class GroupMesh(Mesh):
 
     def _to_each_peer(self, axis: str, parts: Sequence[Tensors], received: Tensors) -> Pending:
         """Part i of each tensor to rank i of the axis. Gloo's own all-to-all takes 1.6 times as long on slow links."""
-        n, here = self.axes[axis], self.coordinates[axis]
+        n, own = self.axes[axis], self.coordinates[axis]
         places = [t.chunk(n) for t in received]
         for place, part in zip(places, parts, strict=True):
-            place[here].copy_(part[here])
+            place[own].copy_(part[own])
         return _when_done(self._messages(axis, parts, places), tuple(chain(*parts)), received)
 
     def _messages(self, axis: str, parts: Sequence[Tensors], places: Sequence[Tensors]) -> Sequence[Any]:
@@ -216,8 +216,8 @@ class GroupMesh(Mesh):
         behind our own data on the same connection.
         """
         group = self._group(axis)
-        n, here = group.size(), group.rank()
-        above, below = ([(here + sign * i) % n for i in range(1, n)] for sign in (1, -1))
+        n, own = group.size(), group.rank()
+        above, below = ([(own + sign * i) % n for i in range(1, n)] for sign in (1, -1))
         coming = [(place[peer], peer) for peer in below for place in places if len(place[peer])]
         leaving = [(part[peer], peer) for peer in above for part in parts if len(part[peer])]
         ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in coming]
@@ -292,9 +292,9 @@ def unpack(
     message: Tensor, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], parts: int
 ) -> tuple[Tensor, ...]:
     """The tensors ``[parts * s_i, ...]`` of a message ``[parts, n]``."""
-    found, start = [], 0
+    tensors, start = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
         end = start + prod(shape) * dtype.itemsize // parts
-        found.append(message[:, start:end].clone(memory_format=torch.contiguous_format).view(dtype).view(shape))
+        tensors.append(message[:, start:end].clone(memory_format=torch.contiguous_format).view(dtype).view(shape))
         start = end
-    return tuple(found)
+    return tuple(tensors)

@@ -169,8 +169,8 @@ class Mesh(ABC):
 
     def shift(self, axis: str, tensors: Sequence[Tensor], by: int = 1, group: str = "") -> Pending:
         """Pass ``tensors`` ``by`` places up the axis, cyclically, and receive those of the rank as far below."""
-        n, here = self.axes[axis], self.coordinates[axis]
-        return self.exchange(axis, tensors, to=(here + by) % n, source=(here - by) % n, group=group)
+        n, place = self.axes[axis], self.coordinates[axis]
+        return self.exchange(axis, tensors, to=(place + by) % n, source=(place - by) % n, group=group)
 
     def all_gather(self, axis: str, tensors: Sequence[Tensor]) -> Pending:
         """Concatenate each tensor over the axis: ``[s, ...] -> [n * s, ...]``, in axis order."""
@@ -216,11 +216,11 @@ class Mesh(ABC):
 
         group: another process group along the axis, as for ``exchange``.
         """
-        here = self.coordinates[axis]
-        if sent[here] or received[here] or any(t.size(0) != sum(sent) for t in tensors):
+        place = self.coordinates[axis]
+        if sent[place] or received[place] or any(t.size(0) != sum(sent) for t in tensors):
             raise ValueError(
                 f"all_to_all_v of {[tuple(t.shape) for t in tensors]}: sends {list(sent)} rows and receives "
-                f"{list(received)}, of which rank {here} has none for itself"
+                f"{list(received)}, of which rank {place} has none for itself"
             )
         if any(sent):
             self.ledger.record("all_to_all_v", axis, nbytes_of(tensors))
@@ -290,14 +290,14 @@ def axis_groups(ranks: Sequence[int], axes: Mapping[str, int], extra: Sequence[s
         extra: ``WHOLE`` adds one list of all ranks, ``sums(axis)`` the lists of the axis again.
     """
     placed = np.reshape(ranks, tuple(axes.values()))
-    found = {
+    groups = {
         name: np.moveaxis(placed, axis, -1).reshape(-1, n).tolist()
         for axis, (name, n) in enumerate(axes.items())
         if n > 1
     }
-    again = {sums(name): lists for name, lists in found.items() if sums(name) in extra}
+    again = {sums(name): lists for name, lists in groups.items() if sums(name) in extra}
     whole = {WHOLE: [list(ranks)]} if WHOLE in extra and len(ranks) > 1 else {}
-    return {**found, **again, **whole}
+    return {**groups, **again, **whole}
 
 
 def sum_of_parts(t: Tensor, n: int) -> Tensor:

@@ -104,13 +104,13 @@ class PayloadMesh(Over):
         parts: tokens of each tensor in each part that arrives.
         """
         packed = list(filter(_packed, like))
-        given = list(map(_shape, packed)), [t.dtype for t in packed], list(map(parts, packed)), self._block
+        form = list(map(_shape, packed)), [t.dtype for t in packed], list(map(parts, packed)), self._block
         which = list(map(_packed, like))
 
         def finish() -> Tensors:
             message, *others = pending.wait() if packed else (None, *pending.wait())
-            found, rest = iter(fused.unpack_message(message, *given) if packed else ()), iter(others)
-            return tuple(next(found if of_message else rest) for of_message in which)
+            unpacked, rest = iter(fused.unpack_message(message, *form) if packed else ()), iter(others)
+            return tuple(next(unpacked if of_message else rest) for of_message in which)
 
         return Pending(finish)
 

@@ -28,10 +28,10 @@ def run_threads[T](fn: Callable[[ThreadMesh], T], axes: Mapping[str, int], *, pa
     peer that never sent.
     """
     hub = Hub(patience)
-    return in_turns([partial(fn, ThreadMesh(axes, index, hub)) for index in range(prod(axes.values()))], hub)
+    return take_turns([partial(fn, ThreadMesh(axes, index, hub)) for index in range(prod(axes.values()))], hub)
 
 
-def in_turns[T](ranks: Sequence[Callable[[], T]], hub: Hub) -> list[T]:
+def take_turns[T](ranks: Sequence[Callable[[], T]], hub: Hub) -> list[T]:
     """Results of the ranks, each in the thread of its number, which takes turns on the hub; RuntimeError if a rank
     raised; its error is the cause."""
     results: list[Any] = [None] * len(ranks)
@@ -195,10 +195,10 @@ class ThreadMesh(Mesh):
         self, axis: str, verb: str, leaving: Mapping[int, Tensors], sources: Sequence[int]
     ) -> Pending[list[Tensors]]:
         """Post tensors for places of the axis, and wait for those from the sources, in that order."""
-        here = self._place(axis)
+        place = self._place(axis)
         for peer, tensors in leaving.items():
-            self._hub.post(self._numbered("post", (axis, verb, here, peer)), tensors)
-        keys = [self._numbered("take", (axis, verb, peer, here)) for peer in sources]
+            self._hub.post(self._numbered("post", (axis, verb, place, peer)), tensors)
+        keys = [self._numbered("take", (axis, verb, peer, place)) for peer in sources]
         return Pending(lambda: [self._hub.take(key) for key in keys])
 
     def _numbered(self, role: str, route: tuple[Hashable, ...]) -> Hashable:

@@ -24,17 +24,17 @@ def first_order[F: type[torch.autograd.Function]](function: F) -> F:
 
     @wraps(forward)
     def forward_tied(ctx: Any, *inputs: Any) -> Any:
-        found = forward(ctx, *inputs)
+        result = forward(ctx, *inputs)
         tied = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad and not x.is_meta]
         with torch.enable_grad():  # empty tensors, which keep no memory
             ctx.ties = [torch.slice_copy(x, 0, 0, 0) for x in tied]
-        return found
+        return result
 
     @wraps(backward)
     def backward_once(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         with torch.no_grad():
-            found = backward(ctx, *grads)
-        return _Final.apply(len(found), *found, *ctx.ties, *grads) if torch.is_grad_enabled() else found
+            computed = backward(ctx, *grads)
+        return _Final.apply(len(computed), *computed, *ctx.ties, *grads) if torch.is_grad_enabled() else computed
 
     function.forward, function.backward = staticmethod(forward_tied), staticmethod(backward_once)
     return function

@@ -43,11 +43,11 @@ def one_of(flag: str, value: str, valid: Iterable[str], *, suggest: bool = True)
         raise ValueError(not_one_of(f"{flag} {value}", value, valid, suggest=suggest))
 
 
-def not_one_of(given: str, value: str, valid: Iterable[str], *, suggest: bool = True) -> str:
-    """``--cp-provider rong: did you mean ring? Choose one of upstream, ring``; ``given``: the flag with its value."""
+def not_one_of(shown: str, value: str, valid: Iterable[str], *, suggest: bool = True) -> str:
+    """``--cp-provider rong: did you mean ring? Choose one of upstream, ring``; ``shown``: the flag with its value."""
     valid = list(dict.fromkeys(valid))
     near = did_you_mean(str(value), valid) if suggest else ""
-    return f"{given}{near} Choose one of {', '.join(valid)}" if near else f"{given}: choose one of {', '.join(valid)}"
+    return f"{shown}{near} Choose one of {', '.join(valid)}" if near else f"{shown}: choose one of {', '.join(valid)}"
 
 
 def _plain(name: str) -> str:

@@ -28,13 +28,13 @@ def with_entry_points[T](
         one, many: the kind in words, such as "a cp_plugin Provider" and "context-parallel providers".
         reserved: names that are not allowed.
     """
-    found: dict[str, T] = {}
+    by_name: dict[str, T] = {}
 
     def add(new: T, where: str) -> None:
         name: str = new.name  # type: ignore[attr-defined]
-        if name in found or name in reserved:
+        if name in by_name or name in reserved:
             raise ValueError(f"two {many} are called {name!r}; the second is {where}")
-        found[name] = new
+        by_name[name] = new
 
     for new in built_in:
         add(new, "built in")
@@ -43,4 +43,4 @@ def with_entry_points[T](
         if not fits(new):
             raise ValueError(f"entry point {point.name!r} = {point.value!r} is not {one}")
         add(new, point.value)
-    return found
+    return by_name

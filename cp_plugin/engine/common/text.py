@@ -50,10 +50,10 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 def group_ranks[T: Hashable](values: Sequence[T], ranks: Sequence[int] | None = None) -> dict[T, list[int]]:
     """Return each value's ranks; ranks: whose the values are, by default 0, 1, and so on."""
-    found: dict[T, list[int]] = {}
+    groups: dict[T, list[int]] = {}
     for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
-        found.setdefault(value, []).append(rank)
-    return found
+        groups.setdefault(value, []).append(rank)
+    return groups
 
 
 def wrap_for_terminal(text: str, stream: TextIO) -> str:

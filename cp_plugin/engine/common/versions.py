@@ -36,8 +36,8 @@ def torch_supported(version: str) -> bool:
 def require_megatron() -> None:
     """Raise ModuleNotFoundError with install instructions if Megatron is missing; imports nothing."""
     try:
-        found = find_spec("megatron")
+        spec = find_spec("megatron")
     except ModuleNotFoundError:
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise ModuleNotFoundError(NO_MEGATRON, name="megatron")

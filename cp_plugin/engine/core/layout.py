@@ -113,8 +113,8 @@ def sort_positions(segments: Segments, device: torch.device) -> tuple[Segments, 
     return _orders.get((segments, device), lambda: _sorted(segments, device))
 
 
-def _nbytes(found: tuple[Segments, Tensor | None]) -> int:
-    return 64 * len(found[0]) + (0 if found[1] is None else found[1].nbytes)
+def _nbytes(entry: tuple[Segments, Tensor | None]) -> int:
+    return 64 * len(entry[0]) + (0 if entry[1] is None else entry[1].nbytes)
 
 
 _orders: Recent[tuple[Segments, torch.device], tuple[Segments, Tensor | None]] = Recent(KEPT_BYTES, _nbytes)

@@ -77,9 +77,9 @@ class Mask(NamedTuple):
             return
         first = bisect_right(self.documents, segment[0]) - 1
         for number, (start, end) in enumerate(pairwise(self.documents[first:]), start=first):
-            here = range(steps_to(segment, start), min(len(segment), steps_to(segment, end)))
-            if here:
-                yield number, here
+            rows = range(steps_to(segment, start), min(len(segment), steps_to(segment, end)))
+            if rows:
+                yield number, rows
             if end > segment[-1]:
                 return
 
@@ -88,19 +88,19 @@ class Mask(NamedTuple):
 
         A subtree counts as part of the document it continues.
         """
-        found: list[tuple[list[int], list[int]]] = []
+        levels: list[tuple[list[int], list[int]]] = []
         path: list[int] = []  # ends of the enclosing subtrees
         for number, (begin, stop) in enumerate(zip(self.documents, self.stops, strict=False)):
             while path and path[-1] <= begin:
                 path.pop()
-            if len(path) == len(found):
-                found.append(([], [0]))
-            numbers, bounds = found[len(path)]
+            if len(path) == len(levels):
+                levels.append(([], [0]))
+            numbers, bounds = levels[len(path)]
             numbers.append(number)
             bounds += (begin, stop)
             path.append(stop)
         end = self.documents[-1]
-        return [(n, self._replace(documents=tuple(dict.fromkeys((*b, end))), stops=())) for n, b in found]
+        return [(n, self._replace(documents=tuple(dict.fromkeys((*b, end))), stops=())) for n, b in levels]
 
 
 CAUSAL = Mask(right=0)

@@ -39,13 +39,13 @@ class Needs(NamedTuple):
 
     def rows(self, reader: int, owner: int) -> tuple[range, ...]:
         """The runs of one reader and owner."""
-        here = (self.reader == reader) & (self.owner == owner)
-        return tuple(map(range, self.start[here].tolist(), self.stop[here].tolist()))
+        chosen = (self.reader == reader) & (self.owner == owner)
+        return tuple(map(range, self.start[chosen].tolist(), self.stop[chosen].tolist()))
 
     def counts(self, ranks: int) -> Tensor:
         """Visible rows per reader and owner: int64 ``[ranks, ranks]``, readers first."""
-        found = torch.zeros(ranks * ranks, dtype=torch.int64)
-        return found.index_add_(0, self.reader * ranks + self.owner, self.stop - self.start).view(ranks, ranks)
+        totals = torch.zeros(ranks * ranks, dtype=torch.int64)
+        return totals.index_add_(0, self.reader * ranks + self.owner, self.stop - self.start).view(ranks, ranks)
 
 
 def needs(queries: Sequence[Segments], keys: Sequence[Segments], mask: Mask) -> Needs:
@@ -64,22 +64,22 @@ def needs(queries: Sequence[Segments], keys: Sequence[Segments], mask: Mask) -> 
     seen = start < stop
     if mask.width < inf:
         seen &= _sees_in_step(piece, segment, mask)
-    found = (piece.reader, segment.owner, segment.row + start, segment.row + stop)
+    runs = (piece.reader, segment.owner, segment.row + start, segment.row + stop)
     at = seen.nonzero(as_tuple=True)
-    return _joined(*(x.expand(seen.shape)[at] for x in found))
+    return _joined(*(x.expand(seen.shape)[at] for x in runs))
 
 
 def rows_of(segments: Segments, rows: Sequence[range]) -> Segments:
     """Positions of the given rows of a shard, in that order."""
-    found: list[range] = []
+    positions: list[range] = []
     for wanted in rows:
         offset = 0
         for segment in segments:
-            here = segment[max(0, wanted.start - offset) : max(0, wanted.stop - offset)]
-            if here:
-                found.append(here)
+            part = segment[max(0, wanted.start - offset) : max(0, wanted.stop - offset)]
+            if part:
+                positions.append(part)
             offset += len(segment)
-    return tuple(found)
+    return tuple(positions)
 
 
 class _Pieces(NamedTuple):
@@ -107,22 +107,22 @@ class _Held(NamedTuple):
 
 
 def _held(keys: Sequence[Segments]) -> _Held:
-    found = []
+    entries = []
     for owner, segments in enumerate(keys):
         row = 0
         for s in segments:
-            found.append((owner, s.start, s.step, len(s), row))
+            entries.append((owner, s.start, s.step, len(s), row))
             row += len(s)
-    return _Held(*torch.tensor(found, dtype=torch.int64).view(-1, 5).T.contiguous())
+    return _Held(*torch.tensor(entries, dtype=torch.int64).view(-1, 5).T.contiguous())
 
 
 def _pieces(queries: Sequence[Segments], mask: Mask, steps: tuple[int, ...]) -> _Pieces:
     """steps: of the segments of keys."""
-    found = []
+    pieces = []
     for reader, segments in enumerate(queries):
         for segment in segments:
             if mask.stops:
-                found += [(reader, segment[0], segment.step, *run) for run in _seen_in_tree(segment, mask)]
+                pieces += [(reader, segment[0], segment.step, *run) for run in _seen_in_tree(segment, mask)]
                 continue
             for document, rows in mask.pieces(segment):
                 begins, ends = mask.documents[document : document + 2] if mask.packed else (0, _FAR)
@@ -131,8 +131,8 @@ def _pieces(queries: Sequence[Segments], mask: Mask, steps: tuple[int, ...]) -> 
                 for part in (positions,) if whole else (range(p, p + 1) for p in positions):
                     low = begins if mask.left is None else max(begins, part[0] - mask.left)
                     high = ends if mask.right is None else min(ends, part[-1] + mask.right + 1)
-                    found.append((reader, part[0], part.step, low, high))
-    return _Pieces(*torch.tensor(found, dtype=torch.int64).view(-1, 5).T.contiguous())
+                    pieces.append((reader, part[0], part.step, low, high))
+    return _Pieces(*torch.tensor(pieces, dtype=torch.int64).view(-1, 5).T.contiguous())
 
 
 def _seen_in_tree(segment: range, mask: Mask) -> list[tuple[int, int]]:

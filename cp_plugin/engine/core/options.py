@@ -103,8 +103,8 @@ def whole_number(text: str) -> int | None:
 def rows_and_columns(text: str) -> tuple[int, int] | None:
     """``8x4``; None for any other text."""
     rows, by, columns = text.partition("x")
-    found = whole_number(rows), whole_number(columns)
-    return (found[0], found[1]) if by and found[0] and found[1] else None
+    sides = whole_number(rows), whole_number(columns)
+    return (sides[0], sides[1]) if by and sides[0] and sides[1] else None
 
 
 def grids(ranks: int) -> list[tuple[int, int]]:
@@ -137,16 +137,16 @@ class Options:
     """None: the provider's first layout."""
     backend: str
     """The attention kernel."""
-    given: tuple[tuple[str, Any], ...]
+    items: tuple[tuple[str, Any], ...]
     """All other choices by name."""
 
     def __init__(
-        self, *, layout: str | None = None, backend: str = AUTO, given: Sequence[tuple[str, Any]] = (), **chosen: Any
+        self, *, layout: str | None = None, backend: str = AUTO, items: Sequence[tuple[str, Any]] = (), **chosen: Any
     ) -> None:
-        values = {**dict(given), **chosen}
+        values = {**dict(items), **chosen}
         object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "backend", backend)
-        object.__setattr__(self, "given", tuple((str(k), values[k]) for k in sorted(values) if values[k] is not None))
+        object.__setattr__(self, "items", tuple((str(k), values[k]) for k in sorted(values) if values[k] is not None))
 
     def __getattr__(self, name: str) -> Any:
         if name not in _DECLARED:
@@ -156,4 +156,4 @@ class Options:
     @property
     def chosen(self) -> dict[str, Any]:
         """The choices other than layout and backend."""
-        return dict(self.given)
+        return dict(self.items)

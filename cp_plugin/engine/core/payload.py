@@ -67,9 +67,9 @@ def pack_message(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], block
     rows: tokens of each tensor in each part; a part's last block may be short.
     """
     parts = zip(*(x.split(list(of_parts)) for x, of_parts in zip(tensors, rows, strict=True)), strict=True)
-    packed = [found for part in parts for x in part if len(x) for found in pack(x, block)]
+    packed = [piece for part in parts for x in part if len(x) for piece in pack(x, block)]
     nothing = tensors[0].new_empty(0, dtype=torch.uint8)
-    return torch.cat([nothing, *(found.flatten().view(torch.uint8) for found in packed)])
+    return torch.cat([nothing, *(piece.flatten().view(torch.uint8) for piece in packed)])
 
 
 def unpack_message(
@@ -80,9 +80,9 @@ def unpack_message(
     block: int,
 ) -> tuple[Tensor, ...]:
     """The tensors of a message, contiguous; shapes: b, h and d of each."""
-    found = [[message.new_empty((0, *shape), dtype=dtype)] for shape, dtype in zip(shapes, dtypes, strict=True)]
+    tensors = [[message.new_empty((0, *shape), dtype=dtype)] for shape, dtype in zip(shapes, dtypes, strict=True)]
     for part in zip(*rows, strict=True):
-        for n, (b, h, d), dtype, so_far in zip(part, shapes, dtypes, found, strict=True):
+        for n, (b, h, d), dtype, so_far in zip(part, shapes, dtypes, tensors, strict=True):
             if not n:
                 continue
             blocks = -(-n // block)
@@ -90,7 +90,7 @@ def unpack_message(
                 (n * b * h * d, blocks * b * h, len(message) - (n * d + blocks) * b * h)
             )
             so_far.append(unpack(payload.view(n, b, h, d), exponents.view(blocks, b, h), block, dtype))
-    return tuple(map(torch.cat, found))
+    return tuple(map(torch.cat, tensors))
 
 
 def message_bytes(shapes: Sequence[tuple[int, int, int]], rows: Sequence[int], block: int) -> int:

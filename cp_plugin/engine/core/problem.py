@@ -151,7 +151,7 @@ class Problem:
         return self.decay in ("none", "head") and not (self.delta or self.documents)
 
     @property
-    def through_columns(self) -> int:
+    def transit_columns(self) -> int:
         """Columns by which a state of linear attention is wider in transit, for what its segment does to others."""
         return self.head_dim if self.delta else 0 if self.uniform else 1
 

@@ -97,12 +97,12 @@ class Delayed(Scaling):
 
     def update(self, group: dist.ProcessGroup | None = None) -> None:
         """Finish a step: scale the next one by what was recorded, on all ranks of the group; collective."""
-        found = next(iter(self._found.values()), self._known)
-        update([self], group, found.device)
+        recorded = next(iter(self._found.values()), self._known)
+        update([self], group, recorded.device)
 
-    def remember(self, found: Tensor) -> None:
+    def remember(self, step: Tensor) -> None:
         """Append a step's largest elements ``[roles]``; 0 where there were none or they were not finite."""
-        self.load(torch.cat((found.unsqueeze(0), self.history.to(found.device)[:-1])))
+        self.load(torch.cat((step.unsqueeze(0), self.history.to(step.device)[:-1])))
 
     def load(self, history: Tensor) -> None:
         """Restore the history of another run of this layer, of the shape of ``self.history``."""
@@ -113,8 +113,8 @@ class Delayed(Scaling):
     def take(self, device: torch.device) -> Tensor:
         """Return and clear what was recorded: float32 ``[roles]``."""
         nothing = torch.zeros((), device=device)
-        found, self._found = torch.stack([self._found.get(role, nothing) for role in ROLES]), {}
-        return found
+        recorded, self._found = torch.stack([self._found.get(role, nothing) for role in ROLES]), {}
+        return recorded
 
 
 def update(scalings: Sequence[Delayed], group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -122,10 +122,10 @@ def update(scalings: Sequence[Delayed], group: dist.ProcessGroup | None, device:
 
     device: where the group communicates.
     """
-    found = torch.stack([scaling.take(device) for scaling in scalings])
+    recorded = torch.stack([scaling.take(device) for scaling in scalings])
     if group is not None and group.size() > 1:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    for scaling, of_layer in zip(scalings, found, strict=True):
+        dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=group)
+    for scaling, of_layer in zip(scalings, recorded, strict=True):
         scaling.remember(of_layer)
 
 

@@ -81,7 +81,7 @@ def tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile,
         q_segments, k_segments: global positions of the two shards, in storage order.
         mask: which positions see which.
     """
-    return tuple(_join_full(_found(q_segments, k_segments, mask)))
+    return tuple(_join_full(_make_tiles(q_segments, k_segments, mask)))
 
 
 @lru_cache(maxsize=4096)
@@ -92,8 +92,8 @@ def square_tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> tupl
 
 def tiles_up_to(most: int, q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile, ...] | None:
     """``tiles``, or None as soon as more than ``most`` are found (before joining)."""
-    found = tuple(itertools.islice(_found(q_segments, k_segments, mask), most + 1))
-    return tuple(_join_full(found)) if len(found) <= most else None
+    few = tuple(itertools.islice(_make_tiles(q_segments, k_segments, mask), most + 1))
+    return tuple(_join_full(few)) if len(few) <= most else None
 
 
 def may_meet(q_segments: Segments, k_segments: Segments, mask: Mask) -> bool:
@@ -106,7 +106,7 @@ def may_meet(q_segments: Segments, k_segments: Segments, mask: Mask) -> bool:
     return any(meet(q, k) for q in q_segments for k in k_segments)
 
 
-def _found(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[Tile]:
+def _make_tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> Iterator[Tile]:
     """The tiles before adjacent ones are joined."""
     if mask.full:
         rows, keys = sum(map(len, q_segments)), sum(map(len, k_segments))
@@ -143,8 +143,8 @@ class _Part(NamedTuple):
 
 def _parts(segments: Segments, mask: Mask) -> Iterator[_Part]:
     for positions, rows in _with_rows(segments):
-        for document, here in mask.pieces(positions) if positions else ():
-            yield _Part(document, positions[here.start : here.stop], rows[here.start : here.stop])
+        for document, part in mask.pieces(positions) if positions else ():
+            yield _Part(document, positions[part.start : part.stop], rows[part.start : part.stop])
 
 
 def _causal_tiles(segments: Segments, mask: Mask) -> Iterator[Tile]:
@@ -211,10 +211,10 @@ def _band(q: range, k: range, diagonal: int | None, lowest: int | None) -> Itera
         q, diagonal, lowest = q[rows:], upper + rows, lower + rows
 
 
-def _join_full(found: Iterable[Tile]) -> list[Tile]:
+def _join_full(unjoined: Iterable[Tile]) -> list[Tile]:
     """Join adjacent full tiles: same keys and adjacent rows, or same rows and adjacent keys."""
     joined: list[Tile] = []
-    for tile in found:
+    for tile in unjoined:
         while joined and (whole := _side_by_side(joined[-1], tile)) is not None:
             joined.pop()
             tile = whole

@@ -130,13 +130,13 @@ class Tree:
     @cached_property
     def _predecessors(self) -> Tensor:
         """The preceding token of each token on its path, -1 for none."""
-        found = torch.arange(-1, self.seq_length - 1)
+        previous = torch.arange(-1, self.seq_length - 1)
         last: list[int] = []  # token of each path
         for begin, length, parent in zip(self._begins, self.lengths, self.parents, strict=True):
             before = -1 if parent == ROOT else last[parent]
             last.append(begin + length - 1 if length else before)
-            found[begin : begin + min(length, 1)] = before
-        return found
+            previous[begin : begin + min(length, 1)] = before
+        return previous
 
     @cached_property
     def _begins(self) -> tuple[int, ...]:

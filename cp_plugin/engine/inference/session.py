@@ -180,8 +180,8 @@ class Session:
         tokens, sequences = self.step.tokens, self.step.sequences
         cache.put((self.step.slots, sequences), *(x[tokens, sequences] for x in kept))
         held = self.slots.positions[: self.step.used]
-        asked = q if latent is None else latent.queries(q)
-        out, lse = store.attend(asked, cache, held, self.step.positions, scores, window)
+        queries = q if latent is None else latent.queries(q)
+        out, lse = store.attend(queries, cache, held, self.step.positions, scores, window)
         out, lse = tree.merged(self.mesh, Partial(out if latent is None else latent.outputs(out), lse))
         if sink is not None:
             out, lse = softmax.apply_sink(out, lse, sink)

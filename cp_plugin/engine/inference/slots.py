@@ -101,17 +101,17 @@ class Slots:
         """
         if not self._open:
             raise ValueError("the prompt is complete: decode further tokens")
-        here, first = tokens // self.size, self._prompt // self.size
+        share, first = tokens // self.size, self._prompt // self.size
         self.require(self._prompt + tokens)
         by = self._prompt
         rows = tuple(tuple(range(s.start + by, s.stop + by, s.step) for s in place(rank)) for rank in range(self.size))
         self._keys = tuple((*before, *new) for before, new in zip(self._keys, rows, strict=True))
         positions = torch.cat([torch.arange(s.start, s.stop, s.step) for s in rows[self.index]])
-        self.positions[first : first + here] = positions.to(self.device, torch.int32).unsqueeze(1)
+        self.positions[first : first + share] = positions.to(self.device, torch.int32).unsqueeze(1)
         self._prompt += tokens
         self.lengths = [self._prompt] * self.batch
-        self.held = [[first + here] * self.size for _ in range(self.batch)]
-        return Chunk(first, first + here, positions, rows, self._keys)
+        self.held = [[first + share] * self.size for _ in range(self.batch)]
+        return Chunk(first, first + share, positions, rows, self._keys)
 
     def close(self, lengths: Sequence[int]) -> None:
         """The prompt is complete: tokens of sequence i from ``lengths[i]`` on were padding, whose slots become free;
@@ -132,16 +132,16 @@ class Slots:
             raise ValueError("the prompt is not complete: call close() with the length of each sequence")
         for length in self.lengths:  # before any is dealt, so that a caller can recover
             self.require(length + tokens)
-        mine = []
+        kept = []
         for sequence, held in enumerate(self.held):
             for token in range(tokens):
                 rank = held.index(min(held))
                 if rank == self.index:
-                    mine.append((token, sequence, held[rank]))
+                    kept.append((token, sequence, held[rank]))
                 held[rank] += 1
         starts = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
         positions = starts + torch.arange(tokens, dtype=torch.int32, device=self.device).unsqueeze(1)
-        rows, columns, slots = torch.tensor(mine, dtype=torch.int64, device=self.device).view(-1, 3).unbind(1)
+        rows, columns, slots = torch.tensor(kept, dtype=torch.int64, device=self.device).view(-1, 3).unbind(1)
         self.positions[slots, columns] = positions[rows, columns]
         self.lengths = [n + tokens for n in self.lengths]
         return Dealt(positions, rows, columns, slots, self.used)

@@ -141,12 +141,12 @@ def _attend(q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scores: Sc
     t, b, h, d = q.shape
     wide = accumulation_dtype(q.dtype)
     block = max(1, ELEMENTS // (b * h * max(t, d)))
-    found = [
+    partials = [
         Partial(*reference.attend(q.to(wide), *cache.get(i, j), _hidden(held[i:j], positions, window), scores))
         for i, j in ((i, min(i + block, len(held))) for i in range(0, len(held), block))
     ]
     out = q.new_zeros((t, b, h, cache.v_head_dim), dtype=wide)
-    return merge_all(found) or Partial(out, q.new_full((t, b, h), -torch.inf, dtype=wide))
+    return merge_all(partials) or Partial(out, q.new_full((t, b, h), -torch.inf, dtype=wide))
 
 
 def _hidden(held: Tensor, positions: Tensor, window: Window | None) -> Tensor:

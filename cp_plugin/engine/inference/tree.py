@@ -62,9 +62,9 @@ def bytes_sent(size: int, index: int, tokens: int, batch: int, heads: int, v_hea
 
 
 def _merge(lower: Partial, upper: Partial) -> Partial:
-    found = merge_all((lower, upper))
-    assert found is not None
-    return found
+    joined = merge_all((lower, upper))
+    assert joined is not None
+    return joined
 
 
 def _packed(partial: Partial) -> Tensor:

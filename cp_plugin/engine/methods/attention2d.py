@@ -42,9 +42,9 @@ class Transpose(Move):
     mesh: Mesh
 
     def bring_kv(self, kv: Pending[KeyValues]) -> Pending[KeyValues]:
-        here, me = kv.wait(), self.mesh.index
-        moved = self.mesh.permute(here.tensors, to=self._holder(me), source=self._held(me))
-        owners = here.owners
+        held, me = kv.wait(), self.mesh.index
+        moved = self.mesh.permute(held.tensors, to=self._holder(me), source=self._held(me))
+        owners = held.owners
         return arriving(KeyValues, moved, lambda rank: owners(self._held(rank)))
 
     def return_dkv(self, dkv: Pending[Tensors]) -> Pending[Tensors]:
@@ -87,7 +87,7 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     transposed = 0 if stays else kv
     shard = problem.q_bytes + problem.out_bytes
     sums = problem.q_elements * problem.sum_bytes
-    found = {
+    formula = {
         ("forward", WHOLE): transposed,
         ("forward", Q): (axes[Q] - 1) * (shard + problem.row_bytes),
         ("forward", KV): (axes[KV] - 1) * kv,
@@ -95,7 +95,7 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
         ("backward", Q): (axes[Q] - 1) * (shard + 2 * problem.row_bytes + sums),
         ("backward", KV): (axes[KV] - 1) * (kv + problem.kv_elements * problem.sum_bytes),
     }
-    return {line: sent for line, sent in found.items() if sent}
+    return {line: sent for line, sent in formula.items() if sent}
 
 
 def grid_bytes(problem: Problem, options: Options, grid: tuple[int, int]) -> int:

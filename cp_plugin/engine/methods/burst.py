@@ -86,12 +86,12 @@ def _choose_burst(problem: Problem, options: Options) -> Choice:
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     """Every inner round is a ring of its own: blocks and sums make one hop less than it has ranks."""
     (forward, backward), axes = hop_bytes(problem, _moves(options)), _axes(problem.size, options)
-    found = {}
+    formula = {}
     for axis, rounds in ((INTER, 1), (INTRA, axes[INTER])):
         hops = rounds * (axes[axis] - 1)
         if hops:
-            found["forward", axis], found["backward", axis] = hops * forward, hops * backward
-    return found
+            formula["forward", axis], formula["backward", axis] = hops * forward, hops * backward
+    return formula
 
 
 INTRA_SIZE = Option(

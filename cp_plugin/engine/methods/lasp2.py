@@ -43,26 +43,26 @@ class Lasp2:
         kernel = self.parts.kernel
         if len(self.parts.order) == 1:  # no state comes before it, and none is missed after it
             return kernel.forward(x), ()
-        here = kernel.segment(x)
-        arriving = self._carry(here.left, here.through, back=False)  # post
-        out = here.outputs(kernel.forward)  # compute
+        segment = kernel.segment(x)
+        arriving = self._carry(segment.left, segment.through, back=False)  # post
+        out = segment.outputs(kernel.forward)  # compute
         incoming = arriving.wait()  # wait
-        return out + here.read(incoming), (incoming, *here.kept)  # add
+        return out + segment.read(incoming), (incoming, *segment.kept)  # add
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         kernel = self.parts.kernel
         if len(self.parts.order) == 1:
             return kernel.backward(dout, x)
-        here = kernel.segment(x, kept[1:])
-        arriving = self._carry(here.read_back(dout), scan.transposed(here.through), back=True)  # post
-        return here.gradients(kernel.backward, dout, kept[0], arriving.wait)  # compute, wait, add
+        segment = kernel.segment(x, kept[1:])
+        arriving = self._carry(segment.read_back(dout), scan.transposed(segment.through), back=True)  # post
+        return segment.gradients(kernel.backward, dout, kept[0], arriving.wait)  # compute, wait, add
 
     def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        here = self.parts.kernel.segment(x)
-        gathering = self._gather(here.left, here.through)
-        out = here.outputs(self.parts.kernel.forward)
+        segment = self.parts.kernel.segment(x)
+        gathering = self._gather(segment.left, segment.through)
+        out = segment.outputs(self.parts.kernel.forward)
         before, final = self._scan(gathering.wait(), initial=initial)
-        return out + here.read(torch.cat(before)), final
+        return out + segment.read(torch.cat(before)), final
 
     def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
         """The state before each of this rank's segments (back: the gradient after it), shaped like ``states``.
@@ -73,11 +73,11 @@ class Lasp2:
         """
         gathering = self._gather(states, through)
 
-        def before() -> Tensor:
+        def scan_gathered() -> Tensor:
             gathered, directions = gathering.wait(), range(self.parts.directions)
             return torch.cat([state for i in directions for state in self._scan(gathered, i, back=back)[0]])
 
-        return Pending(before)
+        return Pending(scan_gathered)
 
     @property
     def _segments(self) -> int:
@@ -108,22 +108,22 @@ class Lasp2:
         order = self._order(direction, back)
         shape = (ranks, self.parts.directions, segments, -1)
         by_segment = (y.unflatten(0, shape)[:, direction].flatten(0, 1) for y in gathered)
-        found = scan.states(*(_reorder(y, order) for y in by_segment), initial=initial)
-        return [found[order.index(self.mesh.index * segments + i)] for i in range(segments)], found[-1]
+        states = scan.states(*(_reorder(y, order) for y in by_segment), initial=initial)
+        return [states[order.index(self.mesh.index * segments + i)] for i in range(segments)], states[-1]
 
 
 class Summed(Lasp2):
     """Both directions without decay: every token reads the sum of all states (the paper's Algorithms 1 and 3)."""
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        here = self.parts.kernel.segment(x)
-        total = self._carry(here.left, None, back=False).wait()
-        return here.read(total), (total,)
+        segment = self.parts.kernel.segment(x)
+        total = self._carry(segment.left, None, back=False).wait()
+        return segment.read(total), (total,)
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        here = self.parts.kernel.segment(x, ())
-        total = self._carry(here.read_back(dout), None, back=True).wait()
-        return here.edge_gradients(dout, kept[0], total)
+        segment = self.parts.kernel.segment(x, ())
+        total = self._carry(segment.read_back(dout), None, back=True).wait()
+        return segment.edge_gradients(dout, kept[0], total)
 
     def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
         """The sum of all ranks' states, once for each of this rank's segments."""
@@ -157,7 +157,7 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
         problem, states = replace(problem, documents=True), most_cuts(placement.cuts())
     else:
         states = 1 if problem.summed else segments_of(options) * (1 if problem.causal else 2)
-    columns = problem.v_head_dim + problem.through_columns
+    columns = problem.v_head_dim + problem.transit_columns
     sent = (problem.size - 1) * states * state_rows(problem) * columns * problem.wide
     return {(phase, AXIS): sent for phase in ("forward", "backward") if sent}
 

@@ -36,7 +36,7 @@ class Placed:
     parts: Parts
 
     def forward(self, x: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        cuts = self._mine()
+        cuts = self._own_cuts()
         pieces = self._pieces(x)
         maps = [rule_of(piece).segment(piece) for piece in pieces]
         gathering = self._gather([each.left for each in maps], [each.through for each in maps], x)  # post
@@ -47,22 +47,22 @@ class Placed:
         return out, tuple(incoming)
 
     def backward(self, dout: Tensor, x: Tokens, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        cuts = self._mine()
+        cuts = self._own_cuts()
         pieces, douts = self._pieces(x), [dout[cut.start : cut.stop] for cut in cuts]
         maps = [rule_of(piece).segment(piece, ()) for piece in pieces]
         read_back = [each.read_back(dout) for each, dout in zip(maps, douts, strict=True)]
         gathering = self._gather(read_back, [scan.transposed(each.through) for each in maps], x)  # post
-        found = tuple(grad.clone() for grad in self.parts.kernel.backward(dout, self._apart(x)))  # compute
+        grads = tuple(grad.clone() for grad in self.parts.kernel.backward(dout, self._apart(x)))  # compute
         outgoing = self._states_before(gathering.wait(), back=True)  # wait
         for cut, each, *of_piece in zip(cuts, maps, douts, kept, outgoing, strict=True):
-            for total, grad in zip(found, each.edge_gradients(*of_piece), strict=True):
+            for total, grad in zip(grads, each.edge_gradients(*of_piece), strict=True):
                 total[cut.start : cut.stop] += grad  # add
-        return found
+        return grads
 
     def _pieces(self, x: Tokens) -> list[Tokens]:
-        return [x.select(slice(cut.start, cut.stop)) for cut in self._mine()]
+        return [x.select(slice(cut.start, cut.stop)) for cut in self._own_cuts()]
 
-    def _mine(self) -> list[Cut]:
+    def _own_cuts(self) -> list[Cut]:
         """This rank's pieces of cut documents, by number."""
         return sorted(cut for cut in chain(*self._cuts) if cut.rank == self.mesh.index)
 
@@ -95,7 +95,7 @@ class Placed:
 
     def _states_before(self, gathered: tuple[Tensor, ...], *, back: bool) -> list[Tensor]:
         """The state before each of this rank's pieces (back: the gradient after it)."""
-        most, found = most_cuts(self._cuts), {}
+        most, by_number = most_cuts(self._cuts), {}
         for document in self._cuts:
             if all(cut.rank != self.mesh.index for cut in document):
                 continue
@@ -103,10 +103,10 @@ class Placed:
             carried = torch.zeros_like(states[0])
             for cut in reversed(document) if back else document:
                 if cut.rank == self.mesh.index:
-                    found[cut.number] = carried
+                    by_number[cut.number] = carried
                 place = cut.rank * most + cut.number
                 carried = segment.advance(carried, states[place], through[place])
-        return [found[number] for number in sorted(found)]
+        return [by_number[number] for number in sorted(by_number)]
 
 
 def most_cuts(cuts: tuple[tuple[Cut, ...], ...]) -> int:

@@ -45,8 +45,8 @@ class LinearRing(Lasp2):
             arriving = shift(self.mesh, AXIS, kv) if step + 1 < n else None  # post
             with torch.enable_grad():  # compute
                 block = segment.detached(x._replace(k=kv.k, v=kv.v))
-                here = KeyValues(block.k, block.v, owners=kv.owners)
-                grads = segment.gradients([(self._product(block, here, dout), dout)], block.differentiable)
+                seen = KeyValues(block.k, block.v, owners=kv.owners)
+                grads = segment.gradients([(self._product(block, seen, dout), dout)], block.differentiable)
             dq = dq + grads[0]
             if step == 0:  # this rank's own share stays
                 own = [a + b for a, b in zip(own, grads[1:], strict=True)]
@@ -62,12 +62,12 @@ class LinearRing(Lasp2):
         (source,) = kv.owners(self.mesh.index)
         q, k, v = (y.to(like.dtype).unflatten(1, (segments, -1)) for y in (group_queries(x), *kv.tensors))
         outs = []
-        for mine in range(segments):
-            place = self.parts.order.index(self.mesh.index * segments + mine)
+        for own in range(segments):
+            place = self.parts.order.index(self.mesh.index * segments + own)
             out = torch.zeros_like(like[:, : q.size(2)])
             for other in range(segments):
                 if self.parts.order.index(source * segments + other) < place:
-                    out = out + _left_product(q[:, mine], k[:, other], v[:, other])
+                    out = out + _left_product(q[:, own], k[:, other], v[:, other])
             outs.append(out)
         return torch.cat(outs, 1)
 

@@ -84,10 +84,10 @@ class Moved:
         dtype, groups = queries.q.dtype, head_groups(self.groups, queries, kv)
         arriving, leaving, parts = bring(self.moves, *groups[0]), None, []
         for following in (*groups[1:], None):
-            here, arriving = arriving, bring(self.moves, *following) if following else None  # post
-            queries, kv = here.queries.wait(), here.kv.wait()  # wait
+            brought, arriving = arriving, bring(self.moves, *following) if following else None  # post
+            queries, kv = brought.queries.wait(), brought.kv.wait()  # wait
             out, lse = self.core.forward(queries, kv) or nothing_seen(queries, kv)  # attend
-            del here, queries, kv  # large, and no longer needed
+            del brought, queries, kv  # large, and no longer needed
             home = Pending.done((out.to(dtype), lse))
             del out, lse
             for move in reversed(self.moves):
@@ -101,10 +101,10 @@ class Moved:
         groups = head_groups(self.groups, queries, kv)
         arriving, leaving, parts = bring(self.moves, *groups[0]), None, []
         for following in (*groups[1:], None):
-            here, arriving = arriving, bring(self.moves, *following) if following else None  # post
-            queries, kv = here.queries.wait(), here.kv.wait()  # wait
+            brought, arriving = arriving, bring(self.moves, *following) if following else None  # post
+            queries, kv = brought.queries.wait(), brought.kv.wait()  # wait
             grads = self.core.backward(queries, kv) or no_gradients(queries, kv)  # attend
-            del here, queries, kv
+            del brought, queries, kv
             dq, dkv = Pending.done(grads[:1]), Pending.done(grads[1:])
             del grads
             for move in reversed(self.moves):

@@ -115,20 +115,20 @@ class Needed:
         )
 
     def _stages(self, queries: Owners, keys: Owners) -> tuple[Stage, ...]:
-        here = self.mesh.index
-        return self.known.get((queries(here), keys(here)), lambda: self._planned(queries, keys))
+        rank = self.mesh.index
+        return self.known.get((queries(rank), keys(rank)), lambda: self._planned(queries, keys))
 
     def _planned(self, queries: Owners, keys: Owners) -> tuple[Stage, ...]:
         """Plan which rows travel in which stage, from the positions of all ranks."""
         local, ranks = self.local, self.mesh.row(self.axis, self.mesh.index)
-        here, held = self.mesh.coordinates[self.axis], [local.keys(_owners_of(keys, rank)) for rank in ranks]
-        found = needs([local.segments(_owners_of(queries, rank)) for rank in ranks], held, local.mask)
+        place, held = self.mesh.coordinates[self.axis], [local.keys(_owners_of(keys, rank)) for rank in ranks]
+        runs = needs([local.segments(_owners_of(queries, rank)) for rank in ranks], held, local.mask)
         stages = []
-        for peers in _plan_distances(found.counts(len(ranks)), sum(map(len, held[here]))):
+        for peers in _plan_distances(runs.counts(len(ranks)), sum(map(len, held[place]))):
             leaving, arriving = [], []
             for rank in range(len(ranks)):
-                leaving.append(found.rows(rank, here) if (rank - here) % len(ranks) in peers else ())
-                arriving.append(found.rows(here, rank) if (here - rank) % len(ranks) in peers else ())
+                leaving.append(runs.rows(rank, place) if (rank - place) % len(ranks) in peers else ())
+                arriving.append(runs.rows(place, rank) if (place - rank) % len(ranks) in peers else ())
             positions = tuple(s for rank, rows in enumerate(arriving) for s in rows_of(held[rank], rows))
             sent, received = (tuple(sum(map(len, rows)) for rows in side) for side in (leaving, arriving))
             attend = local.with_keys(positions)
@@ -166,16 +166,16 @@ def _plan_distances(counts: Tensor, most: int) -> list[list[int]]:
 
 def _rows(t: Tensor, runs: Sequence[range]) -> Tensor:
     """These rows, one run after the other; of one run a view."""
-    found = [t[run.start : run.stop] for run in runs] or [t[:0]]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    parts = [t[run.start : run.stop] for run in runs] or [t[:0]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _add_rows(totals: Tensors, parts: Tensors, of_ranks: tuple[tuple[range, ...], ...]) -> None:
     """Add what each rank found for rows of ours."""
     rows = [r for of_rank in of_ranks for r in of_rank]
     for total, part in zip(totals, parts, strict=True):
-        for r, found in zip(rows, part.split(list(map(len, rows))), strict=True):
-            total[r.start : r.stop] += found
+        for r, grad in zip(rows, part.split(list(map(len, rows))), strict=True):
+            total[r.start : r.stop] += grad
 
 
 @lru_cache(64)
@@ -194,8 +194,8 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     )
     fetched = sum(_bytes(problem, rows) for rows in of_ours)
     home = sum(of_others) * problem.kv_elements // (problem.tokens // problem.batch) * problem.sum_bytes
-    found = {("forward", AXIS): fetched, ("backward", AXIS): fetched + home}
-    return {line: nbytes for line, nbytes in found.items() if nbytes}
+    formula = {("forward", AXIS): fetched, ("backward", AXIS): fetched + home}
+    return {line: nbytes for line, nbytes in formula.items() if nbytes}
 
 
 def _bytes(problem: Problem, rows: int) -> int:

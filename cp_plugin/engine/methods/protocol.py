@@ -195,8 +195,8 @@ class Parts:
     @staticmethod
     def from_placement(placement: Placement, index: int, kernel: Kernel, device: torch.device) -> Parts:
         """Make the parts of tokens placed by document; index: this rank's number."""
-        mine = placement.rank == index
-        lengths = placement.stop[mine] - placement.start[mine]
+        own = placement.rank == index
+        lengths = placement.stop[own] - placement.start[own]
         pieces = torch.zeros(int(lengths.sum()), dtype=torch.bool)
         pieces[torch.from_numpy(lengths.cumsum() - lengths)] = True
         order = tuple(range(placement.size))

@@ -54,16 +54,16 @@ class Registry(dict[str, Provider]):
             meaning=f"attention kernel: {', '.join(backends.names())}; for linear layers: {', '.join(KERNELS)}",
             default="the fastest that runs here",
         )
-        found: dict[str, Option] = {LAYOUT: LAYOUT, backend: backend}
+        declared: dict[str, Option] = {LAYOUT: LAYOUT, backend: backend}
         having = [(option, provider.name) for provider in self.values() for option in provider.options]
         for option, name in having:
-            if isinstance(option, Option) and option not in many and found.setdefault(option, option) is not option:
+            if isinstance(option, Option) and option not in many and declared.setdefault(option, option) is not option:
                 raise ValueError(f"provider {name!r} declares the option {option!r}, which already exists")
-        found |= {option: option for option in many}
+        declared |= {option: option for option in many}
         for option, name in having:
-            if option not in found:
+            if option not in declared:
                 raise ValueError(f"provider {name!r} has the option {option!r}, which no provider declares")
-        return found
+        return declared
 
 
 @cache
@@ -76,7 +76,7 @@ def registry() -> Registry:
         with_entry_points(
             ENTRY_POINTS,
             (provider for module in modules for provider in getattr(module, "PROVIDERS", ())),
-            fits=lambda found: isinstance(found, Provider),
+            fits=lambda loaded: isinstance(loaded, Provider),
             one="a cp_plugin Provider",
             many="context-parallel providers",
         )
@@ -95,7 +95,7 @@ def get(provider: str | Provider) -> Provider:
     return provider if isinstance(provider, Provider) else registry()[provider]
 
 
-def in_order(options: Options) -> dict[Option, Any]:
+def order_choices(options: Options) -> dict[Option, Any]:
     """Return what was chosen, including layout and kernel, in order of declaration."""
     chosen = {"layout": options.layout, **options.chosen}
     if options.backend != AUTO:
@@ -143,16 +143,16 @@ class Resolved:
 def settle(provider: str | Provider, problem: Problem, options: Options) -> Resolved:
     """Check a user's options and let the provider fill in the open ones; ValueError for an unknown name, an option the
     provider does not have, or one that does not fit the ranks."""
-    found = get(provider)
-    declared = registry().options | {option: option for option in found.options if isinstance(option, Option)}
+    method = get(provider)
+    declared = registry().options | {option: option for option in method.options if isinstance(option, Option)}
     unused = []
     for name, value in options.chosen.items():
         if name not in declared:
             raise ValueError(not_one_of(f"unknown option {name}", name, sorted(declared)))
         option = declared[name]
-        if name not in ANY_SOFTMAX and name not in found.options:
+        if name not in ANY_SOFTMAX and name not in method.options:
             having = sorted(p.name for p in registry().values() if name in p.options)
-            unused.append(option.unused(value, found.name, having))
+            unused.append(option.unused(value, method.name, having))
         else:
             option.check(value)
     if unused:
@@ -161,18 +161,18 @@ def settle(provider: str | Provider, problem: Problem, options: Options) -> Reso
         (HEAD_PARALLEL, "the state of linear attention is small enough to be sent whole"),
         (fp8.FP8, "linear attention sends its states in float32"),
     ):
-        if found.kind == "linear" and option in options.chosen:
+        if method.kind == "linear" and option in options.chosen:
             raise ValueError(
-                f"{spelled(option, options.chosen[option])} has no effect with {found.name}: {because}; leave it out"
+                f"{spelled(option, options.chosen[option])} has no effect with {method.name}: {because}; leave it out"
             )
     fp8.check(options)
-    if options.head_parallel is not None and HEAD_PARALLEL not in found.options:
-        found = with_head_axis(found)
-    if options.fp8 is not None and fp8.FP8 not in found.options:
-        found = fp8.with_payloads(found)
-    layout_for(found, options)
-    chosen = found.choose(problem, options)
-    return Resolved(provider=found, problem=problem, options=chosen.options, why=chosen.why)
+    if options.head_parallel is not None and HEAD_PARALLEL not in method.options:
+        method = with_head_axis(method)
+    if options.fp8 is not None and fp8.FP8 not in method.options:
+        method = fp8.with_payloads(method)
+    layout_for(method, options)
+    chosen = method.choose(problem, options)
+    return Resolved(provider=method, problem=problem, options=chosen.options, why=chosen.why)
 
 
 def unsupported(provider: Provider, problem: Problem, options: Options) -> str | None:

@@ -39,9 +39,9 @@ class Ulysses(Move):
         return self._heads_to_tokens(queries.wait())
 
     def bring_kv(self, kv: Pending[KeyValues]) -> Pending[KeyValues]:
-        here, n = kv.wait(), self._repeats()
-        repeated = (t.repeat_interleave(n, 2) for t in here.tensors)
-        return self._heads_to_tokens(KeyValues(*repeated, owners=here.owners))
+        held, n = kv.wait(), self._repeats()
+        repeated = (t.repeat_interleave(n, 2) for t in held.tensors)
+        return self._heads_to_tokens(KeyValues(*repeated, owners=held.owners))
 
     def return_out(self, partial: Pending[Tensors]) -> Pending[Tensors]:
         return self._tokens_to_heads(partial.wait())
@@ -78,13 +78,13 @@ class Ulysses(Move):
         return pending.then(lambda t: t.unflatten(0, (n, t.size(0) // n)).movedim(0, 2).flatten(2, 3))
 
 
-def heads_do_not_divide(problem: Problem, ranks: int, asked: str = "") -> str | None:
+def heads_do_not_divide(problem: Problem, ranks: int, setting: str = "") -> str | None:
     """Return why the heads do not divide over this number of ranks; None if they do."""
     repeated = lcm(problem.kv_heads, ranks)
     if problem.heads % repeated == 0:
         return None
     return (
-        f"{asked}: {problem.heads} query and {problem.kv_heads} key/value heads on each rank cannot be split across "
+        f"{setting}: {problem.heads} query and {problem.kv_heads} key/value heads on each rank cannot be split across "
         f"{ranks} ranks: the query heads must be a multiple of {repeated}"
     )
 

@@ -41,15 +41,15 @@ class InTurn(Lasp2):
         segments, order = self._segments, self._order(0, back)
         states = states.unflatten(0, (segments, -1))
         through = None if through is None else through.unflatten(0, (segments, -1))
-        found = torch.empty_like(states)
+        incoming = torch.empty_like(states)
         after = list[Tensor]()
         for place, number in enumerate(order):
-            rank, here = divmod(number, segments)
+            rank, slot = divmod(number, segments)
             if rank == self.mesh.index:
-                decay = None if through is None else through[here]
-                before, after = self._visit(after, states[here], decay, *self._neighbours(order, place))
-                torch.cat(before, -1, out=found[here]) if before else found[here].zero_()
-        return found.flatten(0, 1)
+                decay = None if through is None else through[slot]
+                before, after = self._visit(after, states[slot], decay, *self._neighbours(order, place))
+                torch.cat(before, -1, out=incoming[slot]) if before else incoming[slot].zero_()
+        return incoming.flatten(0, 1)
 
     def _visit(
         self, before: list[Tensor], left: Tensor, through: Tensor | None, source: int | None, to: int | None, ends: bool

@@ -127,11 +127,11 @@ def _best(state: Ints, left: Ints, start: int, room: int, work: int, pack: Pack)
 
 def _way(pieces: list[Part], steps: list[_Step], state: int) -> list[Given]:
     """The assignments that lead to a state."""
-    found = []
+    assigned = []
     for (document, start, stop), step in zip(reversed(pieces), reversed(steps), strict=True):
         middle = stop - int(step.taken[state])
-        found.append(Given((document, middle, stop), int(step.rank[state])))
+        assigned.append(Given((document, middle, stop), int(step.rank[state])))
         if start < middle:
-            found.append(Given((document, start, middle), -1))
+            assigned.append(Given((document, start, middle), -1))
         state = int(step.parent[state])
-    return found
+    return assigned

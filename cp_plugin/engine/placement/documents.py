@@ -77,14 +77,14 @@ class Placement:
                 f"this placement of documents is for {self.seq_length} tokens on {self.size} context-parallel ranks, "
                 f"not for {seq_length} on {size}: place every pack according to its own document lengths"
             )
-        mine = slice(*np.searchsorted(self.rank, [index, index + 1]).tolist())
-        first = self._begin[self.document[mine]]
-        ends = zip((first + self.start[mine]).tolist(), (first + self.stop[mine]).tolist(), strict=True)
+        own = slice(*np.searchsorted(self.rank, [index, index + 1]).tolist())
+        first = self._begin[self.document[own]]
+        ends = zip((first + self.start[own]).tolist(), (first + self.stop[own]).tolist(), strict=True)
         return tuple(range(start, stop) for start, stop in ends)
 
     def cuts(self) -> tuple[tuple[Cut, ...], ...]:
         """The pieces of every cut document, in token order."""
-        found: dict[int, list[tuple[int, Cut]]] = {}
+        cut_documents: dict[int, list[tuple[int, Cut]]] = {}
         last, row, number = -1, 0, 0
         for document, start, stop, rank in zip(
             *(x.tolist() for x in (self.document, self.start, self.stop, self.rank)), strict=True
@@ -92,17 +92,17 @@ class Placement:
             if rank != last:
                 last, row, number = rank, 0, 0
             if stop - start < self.documents[document]:
-                found.setdefault(document, []).append((start, Cut(rank, number, row, row + stop - start)))
+                cut_documents.setdefault(document, []).append((start, Cut(rank, number, row, row + stop - start)))
                 number += 1
             row += stop - start
-        return tuple(tuple(cut for _, cut in sorted(pieces)) for _, pieces in sorted(found.items()))
+        return tuple(tuple(cut for _, cut in sorted(pieces)) for _, pieces in sorted(cut_documents.items()))
 
     def work(self) -> Ints:
         """Visible (query, key) pairs per rank: ``[size]``."""
-        found = np.zeros(self.size, np.int64)
+        work = np.zeros(self.size, np.int64)
         pairs = Pairs(self.left)
-        np.add.at(found, self.rank, pairs.many(self.stop) - pairs.many(self.start))
-        return found
+        np.add.at(work, self.rank, pairs.many(self.stop) - pairs.many(self.start))
+        return work
 
     @property
     def balance(self) -> float:

@@ -24,13 +24,13 @@ class Exchange(NamedTuple):
 
     rank: int
     other: int
-    given: Part
+    sent: Part
     taken: Part
 
     @property
     def back(self) -> Exchange:
         """The inverse exchange."""
-        return Exchange(self.rank, self.other, self.taken, self.given)
+        return Exchange(self.rank, self.other, self.taken, self.sent)
 
 
 def balance(ranks: Ranks, limit: int) -> None:
@@ -43,8 +43,8 @@ def balance(ranks: Ranks, limit: int) -> None:
             return
         for idle in sorted(range(len(work)), key=work.__getitem__, reverse=True)[:3]:
             most = work[idle] + limit
-            if most > 0 and (found := _cheapest(ranks, busiest, idle, min(over, most * 3 // 4), most)):
-                ranks.swap(busiest, idle, *found)
+            if most > 0 and (parts := _cheapest(ranks, busiest, idle, min(over, most * 3 // 4), most)):
+                ranks.swap(busiest, idle, *parts)
                 break
         else:
             return
@@ -56,20 +56,20 @@ def _cheapest(ranks: Ranks, busy: int, idle: int, least: int, most: int) -> tupl
     Of the first few candidates, the one that leaves both ranks with the fewest keys to receive.
     """
     pairs, wanted, best = ranks.pairs, (least + most) // 2, None
-    mine, yours = ranks.held[busy], ranks.held[idle]
-    theirs = [(start, stop, d) for d, parts in yours.items() for start, stop in parts]
+    busy_held, idle_held = ranks.held[busy], ranks.held[idle]
+    theirs = [(start, stop, d) for d, parts in idle_held.items() for start, stop in parts]
     theirs.sort(key=lambda part: (part[0], -part[1], part[2]))
-    found = 0
-    for stop, start, document in sorted((b, a, d) for d, parts in mine.items() for a, b in parts):
+    candidates = 0
+    for stop, start, document in sorted((b, a, d) for d, parts in busy_held.items() for a, b in parts):
         for begin, end, other in theirs:
             n = pairs.exchanged(stop, begin, min(stop - start, end - begin), wanted)
             if n and least <= pairs.moved(stop, begin, n) <= most:
-                sent = ranks.need[idle] + (0 if document in yours else stop - n)
-                cost = max(sent, ranks.need[busy] + (0 if other in mine else begin))
+                sent = ranks.need[idle] + (0 if document in idle_held else stop - n)
+                cost = max(sent, ranks.need[busy] + (0 if other in busy_held else begin))
                 if best is None or cost < best[0]:
                     best = cost, (document, stop - n, stop), (other, begin, begin + n)
-                found += 1
-                if found == FEW:
+                candidates += 1
+                if candidates == FEW:
                     return best[1:]
     return best and best[1:]
 
@@ -130,30 +130,30 @@ def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[Exchange]:
     received, sent = traffic.sum(1), traffic.sum(0)
     rank = int(np.maximum(received, sent).argmax())
     now = max(received[rank], sent[rank])
-    mine, theirs = _Ends(ranks, [rank], 1), _Ends(ranks, [r for r in range(len(ranks.held)) if r != rank])
-    if not len(mine.stop) or not len(theirs.stop):
+    own, theirs = _Ends(ranks, [rank], 1), _Ends(ranks, [r for r in range(len(ranks.held)) if r != rank])
+    if not len(own.stop) or not len(theirs.stop):
         return
-    longest = np.minimum(mine.stop - mine.start, theirs.stop - theirs.start)
+    longest = np.minimum(own.stop - own.start, theirs.stop - theirs.start)
     n = np.stack([longest, longest // 2, longest // 4])
-    given, taken = mine.first(n), theirs.first(n)
+    own_first, their_first = own.first(n), theirs.first(n)
     many = ranks.pairs.many
-    moved = many(given + n) - many(given) - many(taken + n) + many(taken)
+    moved = many(own_first + n) - many(own_first) - many(their_first + n) + many(their_first)
     allowed = (n > 0) & (ranks.work[rank] + moved >= -limit) & (np.array(ranks.work)[theirs.rank] - moved >= -limit)
 
-    ends = np.zeros((len(traffic), 1 + max(mine.document.max(), theirs.document.max())), np.int64)
-    for of in (mine, theirs):  # 0: holds nothing of the document
+    ends = np.zeros((len(traffic), 1 + max(own.document.max(), theirs.document.max())), np.int64)
+    for of in (own, theirs):  # 0: holds nothing of the document
         np.maximum.at(ends, (of.rank, of.document), of.stop)
-    of_mine, of_theirs = ends[:, mine.document], ends[:, theirs.document]
-    wanted = _wanted(of_mine, given, n) - _wanted(of_theirs[:, None], taken, n)
+    of_mine, of_theirs = ends[:, own.document], ends[:, theirs.document]
+    wanted = _wanted(of_mine, own_first, n) - _wanted(of_theirs[:, None], their_first, n)
     most = np.maximum(sent[rank] - wanted, sent[theirs.rank] + wanted)
-    need = received[rank] + mine.keys_without(n) + _added_keys(of_theirs[rank], taken, n)
-    others = received[theirs.rank] + theirs.keys_without(n) + _added_keys(of_mine[theirs.rank, :, 0].T, given, n)
+    need = received[rank] + own.keys_without(n) + _added_keys(of_theirs[rank], their_first, n)
+    others = received[theirs.rank] + theirs.keys_without(n) + _added_keys(of_mine[theirs.rank, :, 0].T, own_first, n)
     most = np.maximum(most, np.maximum(need, others))
     allowed &= most < now * 5 // 4
     order = most[allowed].argsort(kind="stable")[:PROMISING]
     for length, i, j in np.argwhere(allowed)[order].tolist():
-        tokens, a, b = int(n[length, i, j]), int(given[length, i, j]), int(taken[length, i, j])
-        give, take = (int(mine.document[i, 0]), a, a + tokens), (int(theirs.document[j]), b, b + tokens)
+        tokens, a, b = int(n[length, i, j]), int(own_first[length, i, j]), int(their_first[length, i, j])
+        give, take = (int(own.document[i, 0]), a, a + tokens), (int(theirs.document[j]), b, b + tokens)
         yield Exchange(rank, int(theirs.rank[j]), give, take)
 
 
@@ -161,14 +161,14 @@ class _Ends:
     """Both ends of every part held by some ranks: ``[ends]``, with ``further`` dimensions of size 1 behind."""
 
     def __init__(self, ranks: Ranks, of: list[int], further: int = 0) -> None:
-        found = [
+        rows = [
             (rank, d, start, stop, parts[i - 1][1] if i else 0, stop == parts[-1][1], tail)
             for rank in of
             for d, parts in ranks.held[rank].items()
             for i, (start, stop) in enumerate(parts)
             for tail in (False, True)
         ]
-        columns = np.array(found, np.int64).reshape(-1, 7).T.reshape(7, -1, *(1,) * further)
+        columns = np.array(rows, np.int64).reshape(-1, 7).T.reshape(7, -1, *(1,) * further)
         self.rank, self.document, self.start, self.stop, self.before, last, tail = columns
         self.last, self.tail = last.astype(bool), tail.astype(bool)
 

@@ -70,24 +70,24 @@ def fill(lengths: Sequence[int], size: int, left: int | None = None) -> Ints:
     pack = Pack(order[:long].tolist(), few.tolist(), pairs.many(few).tolist(), rest, by_length[long:], tokens, mean)
     trials = max(1, EFFORT // (long + 40 * size))
     limit = mean * LIMIT // 1000
-    found: list[_Start] = []
+    starts: list[_Start] = []
     styles = WINDOWED if left is not None else ALONE if len(lengths) == 1 else STYLES
     for number, style in enumerate(styles):
-        if number >= trials and not found[0].over:
+        if number >= trials and not starts[0].over:
             break
         ranks = _trial(pack, size, pairs, style, limit)
         if trials == 1 and not ranks.excess(limit):
             return ranks.parts()
-        found.append(_rated(number, ranks, limit))
-        found.sort()
+        starts.append(_rated(number, ranks, limit))
+        starts.sort()
     if styles is STYLES and trials > 1:
         ways = enumerate(beam(pack, size, pairs, limit), len(styles))
         others = sorted(_rated(number, _given_out(pack, size, pairs, way, limit), limit) for number, way in ways)
         rounds, patience = trials * max(6, trials) // 6, trials // 2  # small packs gain most
-        found = sorted(
-            one._replace(most=relieve(one.ranks, limit, rounds, patience)) for one in found[:FINALISTS] + others[:1]
+        starts = sorted(
+            one._replace(most=relieve(one.ranks, limit, rounds, patience)) for one in starts[:FINALISTS] + others[:1]
         )
-    return found[0].ranks.parts()
+    return starts[0].ranks.parts()
 
 
 class _Start(NamedTuple):
@@ -149,13 +149,13 @@ def _trial(pack: Pack, size: int, pairs: Pairs, style: Style, limit: int) -> Ran
     return ranks
 
 
-def _given_out(pack: Pack, size: int, pairs: Pairs, given: list[Given], limit: int) -> Ranks:
+def _given_out(pack: Pack, size: int, pairs: Pairs, way: list[Given], limit: int) -> Ranks:
     """Ranks with a beam assignment; unassigned parts go where most work is missing."""
     ranks = Ranks(size, pack.tokens, pack.mean, pairs)
-    for part, rank in given:
+    for part, rank in way:
         if rank >= 0:
             ranks.hold(rank, part)
-    for (document, start, stop), rank in given:
+    for (document, start, stop), rank in way:
         while rank < 0 and start < stop:
             idle = max((r for r in range(size) if ranks.tokens[r]), key=ranks.work.__getitem__)
             n = min(stop - start, ranks.tokens[idle])

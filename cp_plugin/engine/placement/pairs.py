@@ -44,11 +44,11 @@ class Pairs:
 
     def missing(self, parts: Intervals) -> int:
         """Keys that these parts of a document see and do not contain."""
-        found = end = 0
+        total = end = 0
         for start, stop in parts:
-            found += start - max(start + 1 - self.seen, end) if start > end else 0
+            total += start - max(start + 1 - self.seen, end) if start > end else 0
             end = stop
-        return found
+        return total
 
     def heads(self, start: int, stop: int, tokens: int, work: int) -> int:
         """Return how many of ``tokens`` to take from the start (the rest from the stop) for this much work."""
@@ -99,9 +99,9 @@ def traffic(document: Ints, start: Ints, stop: Ints, rank: Ints, left: int | Non
     gap = np.repeat(np.arange(len(gaps)), count)
     piece = line[np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)]
     keys = np.minimum(stop[piece], end[gap]) - np.maximum(start[piece], begin[gap])
-    found = np.zeros((size, size), np.int64)
-    np.add.at(found, (r[gap], rank[piece]), keys)
-    return found
+    table = np.zeros((size, size), np.int64)
+    np.add.at(table, (r[gap], rank[piece]), keys)
+    return table
 
 
 def busy(traffic: Ints) -> list[int]:

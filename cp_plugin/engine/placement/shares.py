@@ -97,9 +97,9 @@ class Ranks:
         self._change(rank, part, _add, 1)
 
     def swap(self, a: int, b: int, of_a: Part, of_b: Part) -> None:
-        for rank, given, taken in ((a, of_a, of_b), (b, of_b, of_a)):
-            self._change(rank, taken, _add, 1)
-            self._change(rank, given, _remove, -1)
+        for rank, lost, gained in ((a, of_a, of_b), (b, of_b, of_a)):
+            self._change(rank, gained, _add, 1)
+            self._change(rank, lost, _remove, -1)
 
     def _change(self, rank: int, part: Part, change: Callable[[Intervals, int, int], Intervals], sign: int) -> None:
         document, start, stop = part

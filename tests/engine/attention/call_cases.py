@@ -30,7 +30,7 @@ class Batch:
     """By these documents, whatever the layout."""
     tree: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     mode: str = "train"
-    asked: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict)
     """Arguments of this call beside tensors, and which tensors there are."""
 
     @property
@@ -52,7 +52,7 @@ class Trial:
     provider: str
     size: int
     batches: tuple[Batch, ...]
-    asked: dict[str, Any]
+    args: dict[str, Any]
     """As of a batch, most of which have the same."""
     dtype: torch.dtype = torch.float64
     heads: int = 2
@@ -105,17 +105,17 @@ def _qkv(t: Trial, tokens: int) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_inputs(t: Trial, tokens: int) -> dict[str, tuple[int, ...]]:
-    return _qkv(t, tokens) | ({"sink": (t.heads,)} if t.asked["sink"] else {})
+    return _qkv(t, tokens) | ({"sink": (t.heads,)} if t.args["sink"] else {})
 
 
 def _attention(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
     tree = Tree(*b.tree) if b.tree[0] else None
-    asked = {name: b.asked[name] for name in ("causal", "window", "scale", "softcap")}
-    return cp.attention(**x, **asked, cu_seqlens=b.cu_seqlens, tree=tree)
+    args = {name: b.args[name] for name in ("causal", "window", "scale", "softcap")}
+    return cp.attention(**x, **args, cu_seqlens=b.cu_seqlens, tree=tree)
 
 
 def _case(t: Trial, b: Batch) -> Case:
-    masks = {"causal": b.asked["causal"], "window": b.asked["window"], "documents": b.bounds, "tree": b.tree}
+    masks = {"causal": b.args["causal"], "window": b.args["window"], "documents": b.bounds, "tree": b.tree}
     return Case(seq_length=b.tokens, heads=t.heads, kv_heads=t.kv_heads, **masks)
 
 
@@ -123,21 +123,21 @@ def _case(t: Trial, b: Batch) -> Case:
 
 
 def _linear_inputs(t: Trial, tokens: int) -> dict[str, tuple[int, ...]]:
-    found = _qkv(t, tokens)
-    decays = {"head": (t.kv_heads,), "token": found["k"][:3], "key": found["k"]}
-    found |= {"log_decay": decays[t.asked["decay"]]} if t.asked["decay"] != "none" else {}
-    return found | ({"beta": found["k"][:3]} if t.asked["delta"] else {})
+    shapes = _qkv(t, tokens)
+    decays = {"head": (t.kv_heads,), "token": shapes["k"][:3], "key": shapes["k"]}
+    shapes |= {"log_decay": decays[t.args["decay"]]} if t.args["decay"] != "none" else {}
+    return shapes | ({"beta": shapes["k"][:3]} if t.args["delta"] else {})
 
 
 def _linear(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    return cp.linear_attention(**x, causal=b.asked["causal"], scale=b.asked["scale"] or 1.0, cu_seqlens=b.cu_seqlens)
+    return cp.linear_attention(**x, causal=b.args["causal"], scale=b.args["scale"] or 1.0, cu_seqlens=b.cu_seqlens)
 
 
 def _linear_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
     sizes = {"batch": t.rows, "heads": t.heads, "kv_heads": t.kv_heads, "head_dim": t.head_dim}
     packed = {"documents": bool(b.bounds), "bounds": tuple(dict.fromkeys(b.bounds)), "seq_length": b.tokens}
-    kind = {name: b.asked[name] for name in ("decay", "delta", "causal")}
-    five = x["q"] * (b.asked["scale"] or 1.0), x["k"], x["v"], x.get("log_decay"), x.get("beta")
+    kind = {name: b.args[name] for name in ("decay", "delta", "causal")}
+    five = x["q"] * (b.args["scale"] or 1.0), x["k"], x["v"], x.get("log_decay"), x.get("beta")
     return LinearCase(**kind, **sizes, **packed).outputs(*five)
 
 
@@ -149,8 +149,8 @@ def _x(t: Trial, tokens: int) -> dict[str, tuple[int, ...]]:
 
 
 def _convolution_inputs(t: Trial, tokens: int) -> dict[str, tuple[int, ...]]:
-    weight = {"x": (tokens, t.rows, t.head_dim), "weight": (t.head_dim, t.asked["width"])}
-    return weight | ({"bias": (t.head_dim,)} if t.asked["bias"] else {})
+    weight = {"x": (tokens, t.rows, t.head_dim), "weight": (t.head_dim, t.args["width"])}
+    return weight | ({"bias": (t.head_dim,)} if t.args["bias"] else {})
 
 
 def _convolution_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
@@ -163,17 +163,17 @@ def _convolution_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
 
 
 def _shifted(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    return shift(cp, x["x"].movedim(0, t.asked["dim"]), t.asked["dim"], t.asked["by"]).movedim(t.asked["dim"], 0)
+    return shift(cp, x["x"].movedim(0, t.args["dim"]), t.args["dim"], t.args["by"]).movedim(t.args["dim"], 0)
 
 
 def _shifted_alone(t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    goal = torch.arange(b.tokens) + t.asked["by"]
-    here = (goal >= 0) & (goal < b.tokens)
-    return x["x"][goal.clamp(0, b.tokens - 1)] * here[:, None, None, None]
+    goal = torch.arange(b.tokens) + t.args["by"]
+    within = (goal >= 0) & (goal < b.tokens)
+    return x["x"][goal.clamp(0, b.tokens - 1)] * within[:, None, None, None]
 
 
 def _resharded(cp: ContextParallel, t: Trial, b: Batch, x: dict[str, Tensor]) -> Tensor:
-    dim = t.asked["dim"]
+    dim = t.args["dim"]
     whole = cp.unshard(x["x"].movedim(0, dim), dim)
     return cp.shard(whole, dim).movedim(dim, 0) * (1 + cp.positions(b.tokens)[:, None, None, None])
 
@@ -182,7 +182,7 @@ CALLS = {
     "attention": Call(
         _attention_inputs,
         _attention,
-        lambda t, b, x: _case(t, b).outputs(**x, scale=b.asked["scale"], softcap=b.asked["softcap"]),
+        lambda t, b, x: _case(t, b).outputs(**x, scale=b.args["scale"], softcap=b.args["softcap"]),
     ),
     "linear_attention": Call(_linear_inputs, _linear, _linear_alone),
     "short_convolution": Call(

@@ -46,18 +46,18 @@ def trials(
     options |= {name: x for name, x in drawn.items() if x is not None}
     kv_heads = draw(st.sampled_from([1, 2, size]))
     bound = st.sampled_from([-1, 0, 1, 5])
-    asked: dict[str, Any] = {"scale": draw(st.none() | st.sampled_from([0.3, 1.0])), "window": None, "causal": True}
+    args: dict[str, Any] = {"scale": draw(st.none() | st.sampled_from([0.3, 1.0])), "window": None, "causal": True}
     if softmax:
-        asked |= {"sink": draw(st.booleans()), "window": draw(st.none() | st.tuples(bound, bound))}
-        asked["softcap"] = draw(st.none() | st.none() | st.sampled_from([0.5, 2, 30.0]))
+        args |= {"sink": draw(st.booleans()), "window": draw(st.none() | st.tuples(bound, bound))}
+        args["softcap"] = draw(st.none() | st.none() | st.sampled_from([0.5, 2, 30.0]))
     if linear:
-        asked |= {"decay": draw(st.sampled_from(DECAYS)), "delta": draw(st.booleans())}
-    if call == "attention" or (call == "linear_attention" and not asked["delta"]):
-        asked["causal"] = draw(st.sampled_from([True, True, False]))
+        args |= {"decay": draw(st.sampled_from(DECAYS)), "delta": draw(st.booleans())}
+    if call == "attention" or (call == "linear_attention" and not args["delta"]):
+        args["causal"] = draw(st.sampled_from([True, True, False]))
     if call == "short_convolution":
-        asked |= {"width": draw(st.integers(1, 5)), "bias": draw(st.booleans())}
+        args |= {"width": draw(st.integers(1, 5)), "bias": draw(st.booleans())}
     if call in ("shift", "unshard"):
-        asked |= {"dim": draw(st.integers(-4, 3)), "by": draw(st.integers(-3, 3) | st.sampled_from([7, -30, 48]))}
+        args |= {"dim": draw(st.integers(-4, 3)), "by": draw(st.integers(-3, 3) | st.sampled_from([7, -30, 48]))}
     wrapping = draw(st.lists(st.sampled_from(OFTEN), max_size=2, unique=True))
     t = Trial(
         call=call,
@@ -69,9 +69,9 @@ def trials(
         head_dim=8 * draw(st.integers(1, 2)),
         v_head_dim=8 * draw(st.integers(1, 2)),
         rows=draw(st.integers(1, 2)),
-        batches=tuple(draw(st.lists(batches(call, asked, size, layouts), min_size=1, max_size=3))),
+        batches=tuple(draw(st.lists(batches(call, args, size, layouts), min_size=1, max_size=3))),
         options=options,
-        asked=asked,
+        args=args,
         wrappers=tuple(wrapping),
         loss=draw(st.sampled_from(sorted(LOSSES))),
         order=draw(st.sampled_from(["in turn", "in flight", "last first"])),
@@ -99,23 +99,23 @@ def trials(
 
 
 @st.composite
-def batches(draw: st.DrawFn, call: str, asked: dict[str, Any], size: int, layouts: Sequence[str]) -> Batch:
+def batches(draw: st.DrawFn, call: str, args: dict[str, Any], size: int, layouts: Sequence[str]) -> Batch:
     tokens = 2 * size * draw(st.integers(1, 4))
     own = {"causal": draw(st.booleans()), "scale": draw(st.sampled_from([0.2, 1.0]))}
     if call in MOST and draw(st.booleans()):
-        other = draw(st.sets(st.sampled_from(["scale"] if asked.get("delta") or not asked["causal"] else sorted(own))))
-        asked = asked | {name: own[name] for name in other}
-    if asked.get("decay", "none") != "none" and call != "short_convolution" and draw(st.integers(0, 19)) == 0:
-        asked = asked | {"grows": True}
+        other = draw(st.sets(st.sampled_from(["scale"] if args.get("delta") or not args["causal"] else sorted(own))))
+        args = args | {name: own[name] for name in other}
+    if args.get("decay", "none") != "none" and call != "short_convolution" and draw(st.integers(0, 19)) == 0:
+        args = args | {"grows": True}
     mode = draw(st.sampled_from(["train", *MODES]))
-    found = Batch(tokens=tokens, seed=draw(st.integers(0, 7)), mode=mode, asked=asked)
+    batch = Batch(tokens=tokens, seed=draw(st.integers(0, 7)), mode=mode, args=args)
     if call not in ("attention", "linear_attention", "short_convolution") or draw(st.booleans()):
-        return found
-    if call == "attention" and asked["causal"] and asked["window"] is None and draw(st.booleans()):
+        return batch
+    if call == "attention" and args["causal"] and args["window"] is None and draw(st.booleans()):
         tree = draw(trees(tokens))
-        return replace(found, tree=(tuple(tree.lengths), tuple(tree.parents)))
+        return replace(batch, tree=(tuple(tree.lengths), tuple(tree.parents)))
     inner = draw(st.lists(st.integers(0, tokens), max_size=4))
     bounds = (0, *sorted(inner), tokens, *[tokens] * draw(st.sampled_from([0, 0, 1, 3])))
     if draw(st.integers(0, 15)) == 0:
         bounds = draw(st.sampled_from([bounds[1:], bounds[:-1], bounds[::-1], (0, tokens, 1, tokens)]))
-    return replace(found, bounds=bounds, placed="documents" in layouts and draw(st.integers(0, 2)) == 0)
+    return replace(batch, bounds=bounds, placed="documents" in layouts and draw(st.integers(0, 2)) == 0)

@@ -45,9 +45,9 @@ def test_bad_tensors_are_refused() -> None:
         (lambda x: x.to("meta"), "share dtype and device"),
     ):
         for which in range(3):  # each alone differs from the others
-            given = [change(q) if which == place else q for place in range(3)]
+            tensors = [change(q) if which == place else q for place in range(3)]
             with pytest.raises(ValueError, match=message):
-                cp.attention(*given)
+                cp.attention(*tensors)
     for sink in (torch.zeros(3), torch.zeros(4, dtype=torch.int64), torch.zeros(4, device="meta")):
         with pytest.raises(ValueError, match=r"sink must be \[4\], one number per query head"):
             cp.attention(q, q, q, sink=sink)

@@ -86,11 +86,11 @@ def test_moves_of_tokens_keep_every_dtype(dtype: torch.dtype, cast_to: torch.dty
         cp = ContextParallel("ring", mesh=mesh, layout="zigzag")
         x = torch.arange(16).remainder(5).to(dtype).requires_grad_(dtype.is_floating_point)
         with torch.autocast("cpu", cast_to, enabled=cast_to is not None):
-            mine = cp.shard(x)
-            whole, moved = cp.unshard(mine), cp.unshard(shift(cp, mine))
+            own = cp.shard(x)
+            whole, moved = cp.unshard(own), cp.unshard(shift(cp, own))
             if x.requires_grad:
                 (whole + moved).backward(torch.ones_like(whole))
-        assert mine.dtype == whole.dtype == moved.dtype == dtype
+        assert own.dtype == whole.dtype == moved.dtype == dtype
         assert torch.equal(whole, x) and torch.equal(moved[:-1], x[1:])
 
     run_threads(rank, {"cp": 2})

@@ -64,12 +64,12 @@ class Layer(nn.Module):
         self.scale = nn.ParameterDict({name: torch.full((4,), 0.875, dtype=dtype) for name in sorted(t.scaled)})
 
     def forward(self, batch: Batch, *leaves: Tensor) -> Tensor:
-        f: Function = lambda *x: self.of_views(batch, *x)  # noqa: E731
+        f: Function = lambda *x: self.call_on_views(batch, *x)  # noqa: E731
         for name in self.trial.wrappers:
             f = WRAPPERS[name](f)
         return f(*leaves)
 
-    def of_views(self, batch: Batch, *leaves: Tensor) -> Tensor:
+    def call_on_views(self, batch: Batch, *leaves: Tensor) -> Tensor:
         shapes = CALLS[self.trial.call].shapes(self.trial, batch.tokens)
         inputs = {}
         for x, (name, shape) in zip(leaves, shapes.items(), strict=True):
@@ -85,17 +85,17 @@ class Layer(nn.Module):
 def values(t: Trial, b: Batch) -> dict[str, Tensor]:
     """Whole leaves in float64, rounded to the dtype."""
     g = torch.Generator().manual_seed(b.seed)
-    found = {}
+    leaves = {}
     for name, shape in CALLS[t.call].shapes(t, b.tokens).items():
         x = torch.randn(shape, generator=g, dtype=torch.float64)
         if name == "log_decay":
-            x = (1 if b.asked.get("grows") else -1) * x.square() * 10 ** (b.seed % 4 - 2)
+            x = (1 if b.args.get("grows") else -1) * x.square() * 10 ** (b.seed % 4 - 2)
         if name == "beta":
             x = x.sigmoid()
-        if name == "k" and t.asked.get("delta"):
+        if name == "k" and t.args.get("delta"):
             x = F.normalize(x, dim=-1)
-        found[name] = VIEWS[t.views[name]].leaf(x.to(t.dtype).double())
-    return found
+        leaves[name] = VIEWS[t.views[name]].leaf(x.to(t.dtype).double())
+    return leaves
 
 
 SHARE = "share of "
@@ -110,16 +110,16 @@ def trained(
     """
     call, dtype = CALLS[t.call], torch.float64 if exact else t.dtype
 
-    def here(b: Batch) -> ContextParallel:
+    def place(b: Batch) -> ContextParallel:
         packed = b.bounds and (b.placed or cp.layout.name == "documents")
         return place_documents(cp, b.cu_seqlens) if packed else cp
 
-    def of_inputs(b: Batch, x: dict[str, Tensor]) -> Tensor:
-        return call.alone(t, b, x) if exact else call.ours(here(b), t, b, x)
+    def call_on_inputs(b: Batch, x: dict[str, Tensor]) -> Tensor:
+        return call.alone(t, b, x) if exact else call.ours(place(b), t, b, x)
 
-    layer = Layer(t, dtype, of_inputs)
+    layer = Layer(t, dtype, call_on_inputs)
     module = around(layer)
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     backwards = []
     for n, b in enumerate(t.batches):
         sent = cp.mesh.ledger.bytes()
@@ -128,24 +128,24 @@ def trained(
         dims = {x: VIEWS[t.views[x]].dim for x in long}
         leaves = {name: x.to(dtype) for name, x in values(t, b).items()}
         try:
-            leaves = {name: here(b).shard(x, dims[name]).clone() if name in dims else x for name, x in leaves.items()}
+            leaves = {name: place(b).shard(x, dims[name]).clone() if name in dims else x for name, x in leaves.items()}
             for name, x in leaves.items():
                 x.requires_grad_(name in t.wanted)
             with MODES[b.mode]():
                 y = module(b, *leaves.values())
         except ValueError as error:
             raise Refused(str(error), cp.mesh.ledger.bytes() - sent) from error
-        found[f"out {n}"] = here(b).unshard(y.detach())
+        results[f"out {n}"] = place(b).unshard(y.detach())
         if b.mode == "train":
-            w = torch.randn(found[f"out {n}"].shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-            loss = LOSSES[t.loss](y, here(b).shard(w.to(y.dtype)))
+            w = torch.randn(results[f"out {n}"].shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+            loss = LOSSES[t.loss](y, place(b).shard(w.to(y.dtype)))
 
             def backward(n: int = n, b: Batch = b, loss: Tensor = loss, leaves: Any = leaves, dims: Any = dims) -> None:
                 wanted = {name: leaves[name] for name in sorted(t.wanted)}
                 if t.derivative in PENALTIES:
                     for name, x in second(t, loss, wanted).items():
-                        found[f"dd {name} {n}"] = (
-                            here(b).unshard(x, dims[name]) if name in dims and x is not None else x
+                        results[f"dd {name} {n}"] = (
+                            place(b).unshard(x, dims[name]) if name in dims and x is not None else x
                         )
                     return
                 loss.backward(inputs=list(wanted.values()) if t.derivative == "backward(inputs=)" else None)
@@ -153,7 +153,7 @@ def trained(
                     grad = leaves[name].grad
                     assert grad is not None, f"no gradient of {name}"
                     key = f"d {name} {n}" if name in dims else f"{SHARE}d {name} {n}"
-                    found[key] = here(b).unshard(grad, dims[name]) if name in dims else grad
+                    results[key] = place(b).unshard(grad, dims[name]) if name in dims else grad
 
             backwards.append(backward)
             if t.order == "in turn":
@@ -164,8 +164,8 @@ def trained(
         module.reshard()  # after a forward pass without gradients the weights of that forward stand there
     for name, parameter in layer.scale.items():  # unused ones have none, or zeros: wrappers differ
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        found[f"{SHARE}d scale of {name}"] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-    return found
+        results[f"{SHARE}d scale of {name}"] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return results
 
 
 def second(t: Trial, loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor | None]:
@@ -184,7 +184,7 @@ def second(t: Trial, loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tenso
     return {name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(leaves.items(), grads, strict=True)}
 
 
-def on_rank(t: Trial, mesh: Any = None, group: Any = None, *, exact: bool = False) -> dict[str, Tensor] | Refused:
+def train_on_rank(t: Trial, mesh: Any = None, group: Any = None, *, exact: bool = False) -> dict[str, Tensor] | Refused:
     """``trained``, or why not."""
     size = t.size if mesh is not None or group is not None else 1
     options = {name: x for name, x in t.options.items() if size > 1 or name in ("layout", "backend")}
@@ -206,11 +206,11 @@ def judge(t: Trial, ranks: Sequence[dict[str, Tensor] | Refused]) -> str:
         assert all(len(why) > 20 and not sent for why, sent in (rank.args for rank in refused)), refused
         return "refused"
     assert not any(b.wrong for b in t.batches), "wrong bounds are not refused"
-    assert not any("grows" in b.asked for b in t.batches), "a growing state is not refused"
-    exact = on_rank(replace(t, wrappers=()), exact=True)
+    assert not any("grows" in b.args for b in t.batches), "a growing state is not refused"
+    exact = train_on_rank(replace(t, wrappers=()), exact=True)
     plain = [name for name in t.wrappers if "autocast" in name]
     narrow = t.dtype != torch.float64 or bool(plain)
-    one = on_rank(replace(t, wrappers=tuple(plain))) if narrow else {}
+    one = train_on_rank(replace(t, wrappers=tuple(plain))) if narrow else {}
     assert not isinstance(one, Refused), one
     first_only = {name for name, x in ranks[0].items() if x is None}
     assert all({name for name, x in rank.items() if x is None} == first_only for rank in ranks)
@@ -257,14 +257,14 @@ def test_calls_in_wrappers_equal_one_device_or_are_refused(call: str, data: st.D
     axes = settles(t)
     if axes:
         torch._dynamo.reset()
-        event(f"{t.call}: {judge(t, run_threads(lambda mesh: on_rank(t, mesh), axes, patience=10))}")
+        event(f"{t.call}: {judge(t, run_threads(lambda mesh: train_on_rank(t, mesh), axes, patience=10))}")
 
 
 @given(st.integers(2, 3).flatmap(lambda n: st.lists(trials(list(WITHIN), n), min_size=TOGETHER, max_size=TOGETHER)))
 @settings(max_examples=FORKED, **QUIET)
 def test_calls_in_wrappers_on_processes(ts: list[Trial]) -> None:
     def rank() -> list[dict[str, Tensor] | Refused]:
-        return [on_rank(t, group=dist.group.WORLD) for t in fit]
+        return [train_on_rank(t, group=dist.group.WORLD) for t in fit]
 
     fit = [t for t in ts if settles(t)]
     if fit:
@@ -278,13 +278,13 @@ CAN_BE_DRAWN: dict[str, Callable[[Trial, Batch], object]] = {
     "bounds that are none": lambda t, b: b.wrong,
     "one object, with and without placed documents": lambda t, b: len({x.placed for x in t.batches if x.bounds}) > 1,
     "lengths that vary": lambda t, b: len({x.tokens for x in t.batches}) > 2,
-    "a mask that changes": lambda t, b: b.asked["causal"] != t.asked["causal"],
-    "a factor that changes": lambda t, b: b.asked["scale"] != t.asked["scale"],
-    "capped scores and a sink": lambda t, b: t.asked.get("softcap") and t.asked["sink"],
+    "a mask that changes": lambda t, b: b.args["causal"] != t.args["causal"],
+    "a factor that changes": lambda t, b: b.args["scale"] != t.args["scale"],
+    "capped scores and a sink": lambda t, b: t.args.get("softcap") and t.args["sink"],
     "a tree": lambda t, b: b.tree[0],
-    "a window and a sink": lambda t, b: t.asked.get("window") and t.asked["sink"],
-    "a growing state": lambda t, b: b.asked.get("grows"),
-    **{f"a decay per {x}": lambda t, b, x=x: t.asked.get("decay") == x for x in DECAYS},
+    "a window and a sink": lambda t, b: t.args.get("window") and t.args["sink"],
+    "a growing state": lambda t, b: b.args.get("grows"),
+    **{f"a decay per {x}": lambda t, b, x=x: t.args.get("decay") == x for x in DECAYS},
     **{str(x): lambda t, b, x=x: t.dtype == x for x in LIMITS},
     **{x: lambda t, b, x=x: t.derivative == x for x in ("backward(inputs=)", *PENALTIES)},
     "documents in lasp2": lambda t, b: t.provider == "lasp2" and b.bounds,
@@ -319,15 +319,15 @@ PLANTED = {
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"causal": True, "window": None, "scale": None, "softcap": None, "sink": True}
+    chosen = {"causal": True, "window": None, "scale": None, "softcap": None, "sink": True}
     views = {"q": "every second", "k": "plain", "v": "batch first", "sink": "plain"}
-    of = {"asked": asked, "views": views, "wanted": frozenset({"q", "sink"})}
-    t = Trial(call="attention", provider="ring", size=2, batches=(Batch(tokens=8, seed=0, asked=asked),), **of)
+    of = {"args": chosen, "views": views, "wanted": frozenset({"q", "sink"})}
+    t = Trial(call="attention", provider="ring", size=2, batches=(Batch(tokens=8, seed=0, args=chosen),), **of)
 
-    def found() -> str:
-        return judge(t, run_threads(lambda mesh: on_rank(t, mesh), {"cp": 2}))
+    def judge_trial() -> str:
+        return judge(t, run_threads(lambda mesh: train_on_rank(t, mesh), {"cp": 2}))
 
-    assert found() == "right"
+    assert judge_trial() == "right"
     where, planted, said = PLANTED[fault]
 
     def late(cp: ContextParallel, q: Tensor, *x: Tensor, **named: Any) -> Tensor:
@@ -335,4 +335,4 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(where, planted or late)
     with pytest.raises(AssertionError, match=said):
-        found()
+        judge_trial()

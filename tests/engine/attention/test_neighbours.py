@@ -23,7 +23,7 @@ from cp_plugin.testing.launch import run_ranks
 S, B, C = 48, 2, 6
 
 
-def on_shards(cp: ContextParallel, dtype: torch.dtype, bounds: tuple[int, ...] | None = None) -> list[Tensor]:
+def run_on_shards(cp: ContextParallel, dtype: torch.dtype, bounds: tuple[int, ...] | None = None) -> list[Tensor]:
     """Of this rank's tokens: the result and the gradients of x, weight and bias."""
     shapes = (S // cp.size, B, C), (C, 4), (C,)
     leaves = [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
@@ -34,8 +34,8 @@ def on_shards(cp: ContextParallel, dtype: torch.dtype, bounds: tuple[int, ...] |
 def test_sums_are_not_in_half_precision() -> None:
     def rank(mesh: Mesh) -> None:
         with no_sums_in_half(torch.bfloat16):
-            found = on_shards(ContextParallel("lasp2", mesh=mesh, layout="zigzag"), torch.bfloat16)
-        assert {x.dtype for x in found} == {torch.bfloat16}
+            results = run_on_shards(ContextParallel("lasp2", mesh=mesh, layout="zigzag"), torch.bfloat16)
+        assert {x.dtype for x in results} == {torch.bfloat16}
 
     run_threads(rank, {"cp": 4})
 
@@ -48,7 +48,7 @@ def test_rows_sent(layout: str, bounds: Any, rows: tuple[int, ...]) -> None:
     """w - 1 for each run that another rank continues, up to a document's start; as many gradients come back."""
 
     def rank(mesh: Mesh) -> tuple[int, int]:
-        on_shards(ContextParallel("lasp2", mesh=mesh, layout=layout), torch.float64, bounds)
+        run_on_shards(ContextParallel("lasp2", mesh=mesh, layout=layout), torch.float64, bounds)
         return tuple(mesh.ledger.bytes(phase=phase) for phase in ("forward", "backward"))
 
     forward, backward = zip(*run_threads(rank, {"cp": 4}), strict=True)
@@ -111,8 +111,8 @@ def test_indices_are_made_once_a_length() -> None:
             shift(cp, torch.zeros(length))
 
     run_threads(rank, {"cp": 2})
-    found = plan.cache_info()
-    assert found.hits >= 2 * 4 and found.misses >= 2 * 49 and found.currsize == found.maxsize == 32
+    info = plan.cache_info()
+    assert info.hits >= 2 * 4 and info.misses >= 2 * 49 and info.currsize == info.maxsize == 32
 
 
 def test_process_groups() -> None:
@@ -121,7 +121,7 @@ def test_process_groups() -> None:
     wanted = torch.cat([x[1:], x.new_zeros(1, 3)]), torch.cat([dy.new_zeros(1, 3), dy[:-1]])
 
     def rank() -> list[bool]:
-        found = []
+        right = []
         for name, options in {
             "striped": {},
             "lasp2": {},
@@ -129,13 +129,13 @@ def test_process_groups() -> None:
             "usp": {"head_parallel": 2},
         }.items():
             cp = ContextParallel(name, group=dist.group.WORLD, **options)
-            mine = cp.shard(x).requires_grad_()
-            y = shift(cp, mine)
+            own = cp.shard(x).requires_grad_()
+            y = shift(cp, own)
             y.backward(cp.shard(dy))
-            found += [torch.equal(cp.unshard(got), want) for got, want in zip((y, mine.grad), wanted, strict=True)]
+            right += [torch.equal(cp.unshard(got), want) for got, want in zip((y, own.grad), wanted, strict=True)]
         mesh = ContextParallel("usp", group=dist.group.WORLD, head_parallel=2).mesh
         with pytest.raises(ValueError, match="a shift needs a process group of all 4 ranks"):
             shift(ContextParallel("usp", mesh=mesh, head_parallel=2), x)
-        return [*found, not mesh.ledger.entries()]
+        return [*right, not mesh.ledger.entries()]
 
     assert run_ranks(rank, 4, init_process_group=True) == [[True] * 9] * 4

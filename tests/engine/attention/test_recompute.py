@@ -59,7 +59,7 @@ def two_micro_batches(call: Callable[..., Tensor], cp: ContextParallel, how: Run
     return [x for leaves, out, _ in batches for x in (out.detach(), *(y.grad for y in leaves))]
 
 
-def on_ranks(name: str, how: Run) -> list[tuple[list[Tensor], int]]:
+def train_on_ranks(name: str, how: Run) -> list[tuple[list[Tensor], int]]:
     """Per rank: outputs and gradients, and the bytes sent forward."""
     provider, options = METHODS[name]
     settled = providers.settle(provider, typical(CASE, 4), Options(**options))
@@ -84,9 +84,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("how", [reentrant, with_hooks])
 @pytest.mark.parametrize("name", METHODS)
 def test_nothing_is_repeated(name: str, how: Run, kernels: list[str]) -> None:
-    want = on_ranks(name, plainly)
+    want = train_on_ranks(name, plainly)
     calls = len(kernels)
-    got = on_ranks(name, how)
+    got = train_on_ranks(name, how)
     linear = name in providers.names("linear")
     assert len(kernels) == 2 * calls and bool(calls) != linear
     for (tensors, sent), (expected, sent_plainly) in zip(got, want, strict=True):
@@ -98,9 +98,9 @@ def test_kept_results_are_freed_by_the_backward() -> None:
     kept = []
 
     def attention(x: Tensor) -> Tensor:
-        found = once(x.sin)
-        kept.append(weakref.ref(found))
-        return x * found
+        sines = once(x.sin)
+        kept.append(weakref.ref(sines))
+        return x * sines
 
     x = torch.ones(4, requires_grad=True)
     out = reentrant(attention, (x,))

@@ -111,16 +111,16 @@ def test_a_message_is_named_while_it_is_posted(monkeypatch: pytest.MonkeyPatch) 
     def rank() -> list[str | None]:
         mesh = GroupMesh.from_group({"cp": 2}, dist.group.WORLD)
         mesh.watch = watch = Watch()
-        found, batch = [watch.overdue(0)], dist.batch_isend_irecv
-        monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: found.append(watch.overdue(0)) or batch(ops))
+        names, batch = [watch.overdue(0)], dist.batch_isend_irecv
+        monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: names.append(watch.overdue(0)) or batch(ops))
         with mesh.ledger.phase("backward"):
             posted = mesh.shift("cp", (torch.ones(1),))
-        found.append(watch.overdue(0))
+        names.append(watch.overdue(0))
         posted.wait()
-        return found
+        return names
 
     named = "backward exchange along 'cp' with rank {} has not ended after 0 s"
-    assert run_ranks(rank, 2, init_process_group=True) == [[None, named.format(1 - here), None] for here in (0, 1)]
+    assert run_ranks(rank, 2, init_process_group=True) == [[None, named.format(1 - index), None] for index in (0, 1)]
 
 
 def test_several_tensors_are_one_launch_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,13 +130,13 @@ def test_several_tensors_are_one_launch_without_packing(monkeypatch: pytest.Monk
         mesh = GroupMesh.from_group({"cp": 4}, dist.group.WORLD)
         x = torch.arange(8.0).view(4, 2) + 10 * mesh.index
         y = torch.arange(4.0, dtype=torch.bfloat16) - mesh.index
-        found = []
+        results = []
         for packs in (True, False):
             if not packs:
                 monkeypatch.setattr(GroupMesh, "_packs", lambda *_: False)
             gathered, swapped = mesh.all_gather("cp", (x, y)), mesh.all_to_all("cp", (x, y))
-            found.append([t.tolist() for t in (*gathered.wait(), *swapped.wait())])
-        assert found[0] == found[1]
+            results.append([t.tolist() for t in (*gathered.wait(), *swapped.wait())])
+        assert results[0] == results[1]
         calls = []
         coalesced = dist._coalescing_manager
         monkeypatch.setattr(dist, "_coalescing_manager", lambda **named: calls.append(1) or coalesced(**named))
@@ -149,7 +149,7 @@ def test_several_tensors_are_one_launch_without_packing(monkeypatch: pytest.Monk
         assert (calls, batches) == ([1], [2 * 2 * 3])
         works = group._together(group._all_gather_single, mesh.groups["cp"], (torch.empty(8),), (torch.ones(2),))
         works.wait()
-        return found[0]
+        return results[0]
 
     for index, (xs, ys, xt, yt) in enumerate(run_ranks(rank, 4, init_process_group=True)):
         assert xs == [[10 * r + 2 * i, 10 * r + 2 * i + 1] for r in range(4) for i in range(4)]

@@ -30,14 +30,14 @@ from cp_plugin.testing.launch import RankError, run_ranks
 AXES = {"slow": 2, "fast": 3}
 
 
-def on_processes(fn: Callable[[Mesh], Any], axes: dict[str, int]) -> list[Any]:
+def run_processes(fn: Callable[[Mesh], Any], axes: dict[str, int]) -> list[Any]:
     def rank() -> Any:
         return fn(GroupMesh.from_group(axes, dist.group.WORLD, (WHOLE,)))
 
     return run_ranks(rank, prod(axes.values()), init_process_group=True)
 
 
-MESHES = pytest.mark.parametrize("on", [on_processes, run_threads], ids=["processes", "threads"])
+MESHES = pytest.mark.parametrize("on", [run_processes, run_threads], ids=["processes", "threads"])
 
 
 def one_of_each_verb(mesh: Mesh) -> list[Any]:
@@ -106,15 +106,15 @@ def test_coordinates_and_groups_are_row_major() -> None:
 
 def test_a_second_group_along_an_axis_is_used_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank() -> list[Any]:
-        found, used, batch = [], [], dist.batch_isend_irecv
+        results, used, batch = [], [], dist.batch_isend_irecv
         monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: used.append(ops[0].group) or batch(ops))
         for extra in ((), (sums("cp"),)):
             mesh = GroupMesh.from_group({"cp": 2}, dist.group.WORLD, extra)
             x = torch.full((2,), float(mesh.index))
             first, second = mesh.shift("cp", (x,)), mesh.shift("cp", (x + 10,), group=sums("cp"))
-            found += [sorted(mesh.groups), second.wait()[0].tolist(), first.wait()[0].tolist(), mesh.ledger.bytes()]
+            results += [sorted(mesh.groups), second.wait()[0].tolist(), first.wait()[0].tolist(), mesh.ledger.bytes()]
             assert used[-2:] == [mesh.groups["cp"], mesh.groups[sums("cp") if extra else "cp"]]
-        return found
+        return results
 
     for index, got in enumerate(run_ranks(rank, 2, init_process_group=True)):
         other = 1.0 - index
@@ -194,8 +194,8 @@ def test_rows_go_only_where_there_are_any(on: Callable[..., list[Any]]) -> None:
     def rank(mesh: Mesh) -> list[int]:
         x = torch.arange(3) if mesh.index == 0 else torch.empty(0, dtype=torch.int64)
         sent, received = ([n if mesh.index == at else 0 for n in rows] for at, rows in ((0, (0, 0, 3)), (2, (3, 0, 0))))
-        (found,) = mesh.all_to_all_v("cp", (x,), sent, received).wait()
-        return found.tolist()
+        (arrived,) = mesh.all_to_all_v("cp", (x,), sent, received).wait()
+        return arrived.tolist()
 
     assert on(rank, {"cp": 3}) == [[], [], [0, 1, 2]]
 
@@ -236,16 +236,16 @@ def with_any_strides(mesh: Mesh) -> bool:
 
 def _delivered(mesh: Mesh, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     other = 1 - mesh.index
-    alone, found = [[t] for t in tensors], list[Pending]()
+    alone, posted = [[t] for t in tensors], list[Pending]()
     for sent in (tensors, *alone):
-        found += [mesh.shift("cp", sent), mesh.shift("cp", sent, group=sums("cp")), mesh.all_gather("cp", sent)]
-        found += [mesh.all_to_all("cp", sent)]
+        posted += [mesh.shift("cp", sent), mesh.shift("cp", sent, group=sums("cp")), mesh.all_gather("cp", sent)]
+        posted += [mesh.all_to_all("cp", sent)]
         for sender in range(2):
-            found.append((mesh.send if mesh.index == sender else mesh.receive)("cp", sent, other))
+            posted.append((mesh.send if mesh.index == sender else mesh.receive)("cp", sent, other))
     for sent in alone:
         rows = [len(sent[0]) if i == other else 0 for i in range(2)]
-        found += [mesh.reduce_scatter("cp", sent), mesh.all_to_all_v("cp", sent, rows, rows)]
-    return [t for pending in found for t in pending.wait()]
+        posted += [mesh.reduce_scatter("cp", sent), mesh.all_to_all_v("cp", sent, rows, rows)]
+    return [t for pending in posted for t in pending.wait()]
 
 
 def test_phases_nest() -> None:

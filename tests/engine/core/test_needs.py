@@ -32,12 +32,12 @@ def divided(draw: st.DrawFn) -> list[Segments]:
 @settings(max_examples=200)
 def test_needs_against_brute_force(keys: list[Segments], mask: Mask, data: st.DataObject) -> None:
     queries = data.draw(st.just(keys) | divided().filter(lambda other: len(other) == len(keys)))
-    found, sees = needs(queries, keys, mask), seen(mask, TOKENS)
+    runs, sees = needs(queries, keys, mask), seen(mask, TOKENS)
     for reader, rows in enumerate(queries):
         for owner, held in enumerate(keys):
             want = sees[positions(rows)][:, positions(held)].any(0).nonzero().flatten().tolist()
-            got = found.rows(reader, owner)
+            got = runs.rows(reader, owner)
             assert [row for run in got for row in run] == want
             assert len(got) == len(list(groupby(enumerate(want), key=lambda at: at[1] - at[0]))), "runs that touch"
-            assert found.counts(len(keys))[reader, owner] == len(want)
+            assert runs.counts(len(keys))[reader, owner] == len(want)
             assert torch.equal(positions(rows_of(held, got)), positions(held)[want])

@@ -45,7 +45,7 @@ class Faulty(Case):
         return tensors
 
 
-def by_definition(case: Case) -> Result:
+def attend_by_definition(case: Case) -> Result:
     """Row by row over the visible keys, so that no masked key takes part."""
     q, k, v, dout = (x[:, 0] for x in case.inputs())
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -65,7 +65,7 @@ def by_definition(case: Case) -> Result:
 def test_as_on_one_device(backend: str, provider: str, fault: str, token: str) -> None:
     sizes = {"seq_length": 64, "heads": 4, "kv_heads": 4, "causal": True, "batch": 1}
     case = Faulty(fault=fault, token=PLACES[token], **sizes)
-    exact, single = by_definition(case), run(ContextParallel("ring", backend=backend), case)
+    exact, single = attend_by_definition(case), run(ContextParallel("ring", backend=backend), case)
     got = on_threads(provider, 4, case, backend=backend)[0]
     assert not all(x.isfinite().all() for x in exact[:4])
     for name, g, e, s in zip(Result._fields[:4], got, exact, single, strict=False):

@@ -65,7 +65,7 @@ def test_refused_before_anything_is_built(provider: str, size: int, options: dic
         settle(provider, Problem(size=size), Options(**options))
     with spell_as_arguments(), pytest.raises(ValueError) as in_python:
         settle(provider, Problem(size=size), Options(**options))
-    flags, python = (str(found.value) for found in (refused, in_python))
+    flags, python = (str(caught.value) for caught in (refused, in_python))
     assert "--" not in python
     named = {name for name, value in options.items() if f"{flag_of(name)} {show_option(value)}" in flags}
     assert all(f"{name}={options[name]!r}" in python for name in named)

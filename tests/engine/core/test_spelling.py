@@ -61,8 +61,8 @@ def test_flags_are_written_in_one_place() -> None:
 
 
 def test_a_planted_flag_is_found() -> None:
-    (found,) = _messages(ast.parse('"""--cp-grid"""\nx = f"use --cp-grid {y}"'))
-    assert FLAGS.search(found)
+    (message,) = _messages(ast.parse('"""--cp-grid"""\nx = f"use --cp-grid {y}"'))
+    assert FLAGS.search(message)
 
 
 def _messages(tree: ast.Module) -> Iterator[str]:

@@ -21,20 +21,20 @@ shards = st.lists(segment, min_size=1, max_size=3).map(tuple)
 TOKENS = 100
 
 
-def pairs_of(found: tuple[Tile, ...]) -> list[tuple[int, int]]:
-    return [(i, j) for t in found for m, i in enumerate(t.q) for n, j in enumerate(t.k) if n <= m + t.diagonal]
+def pairs_of(tiles: tuple[Tile, ...]) -> list[tuple[int, int]]:
+    return [(i, j) for t in tiles for m, i in enumerate(t.q) for n, j in enumerate(t.k) if n <= m + t.diagonal]
 
 
 @given(shards, shards, masks(TOKENS))
 @settings(max_examples=1000)
 def test_tiles_cover_what_is_seen_exactly_once(q: Segments, k: Segments, mask: Mask) -> None:
     """Also once cut into full and square causal tiles; every row and key of a tile sees something."""
-    found = tiles(q, k, mask)
-    covered = pairs_of(found)
+    cover = tiles(q, k, mask)
+    covered = pairs_of(cover)
     assert len(covered) == len(set(covered)), "a pair is in two tiles"
     assert sorted(covered) == list(map(tuple, seen(mask, TOKENS)[positions(q)][:, positions(k)].nonzero().tolist()))
-    assert sum(t.pairs for t in found) == len(covered)
-    for tile in found:
+    assert sum(t.pairs for t in cover) == len(covered)
+    for tile in cover:
         pairs, parts = sorted(pairs_of((tile,))), tile.cut()
         assert {i for i, _ in pairs} == set(tile.q) and {j for _, j in pairs} == set(tile.k)
         assert sorted(pairs_of(parts)) == pairs

@@ -48,9 +48,9 @@ def test_paths_positions_and_predictions(tree: Tree, size: int) -> None:
     assert torch.equal(tree.sequences_per_token(), held.bincount(minlength=TOKENS))
     predicted = []
     for rank in range(size):
-        here = torch.arange(rank, TOKENS, size)
-        rows, targets = tree.predictions(here)
-        predicted += list(zip(here[rows].tolist(), targets.tolist(), strict=True))
+        own = torch.arange(rank, TOKENS, size)
+        rows, targets = tree.predictions(own)
+        predicted += list(zip(own[rows].tolist(), targets.tolist(), strict=True))
     assert sorted(predicted) == sorted((path[-2], path[-1]) for path in walked if len(path) > 1)
 
 
@@ -88,7 +88,7 @@ def test_invalid_trees_are_refused(lengths: tuple, parents: tuple, why: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("changes", "why"),
     [
         ({"window": (3, 0)}, "tree cannot be combined with a window"),
         ({"causal": False}, "tree needs causal=True"),
@@ -96,11 +96,11 @@ def test_invalid_trees_are_refused(lengths: tuple, parents: tuple, why: str) -> 
         ({"tree": Tree((4, 5), (-1, 0))}, "the tree has 9 tokens, but all ranks together have 8"),
     ],
 )
-def test_unsupported_combinations_are_refused(asked: dict, why: str) -> None:
+def test_unsupported_combinations_are_refused(changes: dict, why: str) -> None:
     q = torch.zeros(8, 1, 1, 4)
     tree = Tree((4, 4), (-1, 0))
     with pytest.raises(ValueError, match=why):
-        ContextParallel("ring").attention(q, q, q, **{"tree": tree} | asked)
+        ContextParallel("ring").attention(q, q, q, **{"tree": tree} | changes)
     with pytest.raises(TypeError, match="'tree'"):
         ContextParallel("lasp2").linear_attention(q, q, q, tree=tree)  # type: ignore[call-arg]
 
@@ -127,8 +127,8 @@ def test_the_example_of_the_documentation() -> None:
     def rank(mesh: Mesh) -> dict[str, Any]:
         cp = ContextParallel("needed", mesh=mesh)
         names = {"cp_plugin": cp_plugin, "cp": cp, "tokens": words, "cross_entropy": cross_entropy}
-        exec(example, names | (found := {"project": project, "head": head}), found)
-        return found
+        exec(example, names | (defined := {"project": project, "head": head}), defined)
+        return defined
 
     ranks = run_threads(rank, {"cp": 4})
     tree, one, want = ranks[0]["tree"], ContextParallel("ring"), torch.zeros((), dtype=torch.float64)
@@ -136,4 +136,4 @@ def test_the_example_of_the_documentation() -> None:
         tokens = words[tree.sequence(leaf)]
         logits = head(one.attention(*project(tokens, torch.arange(len(tokens)))))
         want += cross_entropy(logits[:-1], tokens[1:], reduction="none")[max(0, new - 1) :].sum()
-    assert abs(sum(found["loss"] for found in ranks) - want) <= 1e-10 * want
+    assert abs(sum(values["loss"] for values in ranks) - want) <= 1e-10 * want

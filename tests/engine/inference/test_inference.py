@@ -69,8 +69,8 @@ def test_every_position_is_held_once_and_the_deal_is_even(case: dict[str, Any]) 
         assert held[held != NOWHERE].sort().values.tolist() == list(range(length + total))
         assert all(one.lengths[i] == length + total and one.held == ranks[0].held for one in ranks)
         for one in ranks:
-            mine = one.positions[: one.held[i][one.index], i]
-            assert (mine != NOWHERE).all() and (mine.diff() > 0).all(), "slots are filled from the first one on"
+            own = one.positions[: one.held[i][one.index], i]
+            assert (own != NOWHERE).all() and (own.diff() > 0).all(), "slots are filled from the first one on"
             assert (one.positions[one.used :, i] == NOWHERE).all()
         spread = max(ranks[0].held[i]) - min(ranks[0].held[i])
         if case["layout"].cyclic or length == sum(case["chunks"]):
@@ -122,18 +122,18 @@ def test_the_tree_merges_all_ranks(size: int, dtype: torch.dtype) -> None:
     scores[0] = scores[0].masked_fill(~seen | (size == 1), -torch.inf)
 
     def rank(mesh: Mesh) -> tuple[Partial, int]:
-        here = slice(5 * mesh.index, 5 * mesh.index + 5)
-        lse = scores[..., here].logsumexp(3)
-        weights = (scores[..., here] - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(3)).exp()
-        out = torch.einsum("qbhk,kbhe->qbhe", weights, v[here])
+        own = slice(5 * mesh.index, 5 * mesh.index + 5)
+        lse = scores[..., own].logsumexp(3)
+        weights = (scores[..., own] - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(3)).exp()
+        out = torch.einsum("qbhk,kbhe->qbhe", weights, v[own])
         return tree.merged(mesh, Partial(out, lse)), mesh.ledger.bytes()
 
-    found = run_threads(rank, {"cp": size})
+    ranks = run_threads(rank, {"cp": size})
     want_lse = scores.logsumexp(3)
     want = torch.einsum("qbhk,kbhe->qbhe", scores.softmax(3).nan_to_num(), v[: 5 * size])
     limit = 1e-6 if dtype == torch.float32 else 1e-14
-    for index, (partial, sent) in enumerate(found):
-        assert torch.equal(partial.out, found[0][0].out) and torch.equal(partial.lse, found[0][0].lse)
+    for index, (partial, sent) in enumerate(ranks):
+        assert torch.equal(partial.out, ranks[0][0].out) and torch.equal(partial.lse, ranks[0][0].lse)
         assert relative_error(partial.out, want) < limit
         torch.testing.assert_close(partial.lse, want_lse, rtol=10 * limit, atol=10 * limit)
         assert sent == tree.bytes_sent(size, index, t, b, h, e, dtype.itemsize)
@@ -221,23 +221,23 @@ def rows(tokens: int, batch: int = 2, heads: int = 2, size: int = 8) -> Tensor:
 SCORES = {"window": {"window": (3, 0)}, "sink": {"sink": torch.arange(2.0)}, "cap": {"softcap": 0.5, "scale": 0.3}}
 
 
-@pytest.mark.parametrize("asked", SCORES.values(), ids=SCORES)
-def test_a_session_attends_as_one_call_does(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+def test_a_session_attends_as_one_call_does(scores: dict[str, Any]) -> None:
     """To a prompt in two chunks, then token by token."""
     x = [normal(11, 2, 2, 8, seed=seed, dtype=torch.float64) for seed in range(3)]
 
     def rank(mesh: Mesh) -> Tensor:
-        one, found = session(mesh), []
+        one, outs = session(mesh), []
         for part in (slice(0, 4), slice(4, 8)):
             with one.prefill(4):
-                found.append(one.cp.unshard(one.attend(0, *(one.cp.shard(y[part]) for y in x), **asked)))
+                outs.append(one.cp.unshard(one.attend(0, *(one.cp.shard(y[part]) for y in x), **scores)))
         one.close([8, 8])
         for token in range(8, 11):
             with one.decode():
-                found.append(one.attend(0, *(y[token : token + 1] for y in x), **asked))
-        return torch.cat(found)
+                outs.append(one.attend(0, *(y[token : token + 1] for y in x), **scores))
+        return torch.cat(outs)
 
-    want = ContextParallel("ring", layout="contiguous").attention(*x, **asked)
+    want = ContextParallel("ring", layout="contiguous").attention(*x, **scores)
     for got in run_threads(rank, {"cp": 2}):
         torch.testing.assert_close(got, want)
 
@@ -293,11 +293,11 @@ def test_meshes_beside_each_other_do_not_mix_their_messages() -> None:
     def rank(mesh: Mesh) -> list[float]:
         other, third = mesh.duplicate({"cp": 2}), mesh.duplicate({"cp": 2})
         peer = 1 - mesh.index
-        found = [
+        pending = [
             m.exchange("cp", (torch.tensor([10.0 * i + mesh.index]),), to=peer, source=peer)
             for i, m in enumerate((mesh, third, other))
         ]
         assert mesh.ledger.bytes() == 12
-        return [one.wait()[0].item() for one in reversed(found)][::-1]
+        return [one.wait()[0].item() for one in reversed(pending)][::-1]
 
     assert run_threads(rank, {"cp": 2}) == [[1, 11, 21], [0, 10, 20]]

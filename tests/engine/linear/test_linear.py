@@ -12,7 +12,7 @@ import fake_fla
 import linear_cases
 import pytest
 import torch
-from linear_cases import DECAYS, LinearCase, on_shards
+from linear_cases import DECAYS, LinearCase, run_on_shards
 from nightly import each_pair, each_value, pairs_at_night
 from oracle import relative_error
 from torch import Tensor
@@ -59,13 +59,13 @@ def whole(cp: ContextParallel, found: list[Tensor]) -> list[Tensor]:
 
 def measured(cp: ContextParallel, case: LinearCase) -> tuple[list[Tensor], Formula, list[Any]]:
     """The whole results of one call, and what it sent."""
-    found = on_shards(cp, case)
+    found = run_on_shards(cp, case)
     sent = read_ledger(cp.mesh), cp.mesh.ledger.entries()
     return whole(cp, found), *sent
 
 
 def attend(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    return whole(cp, on_shards(cp, case, dtype))
+    return whole(cp, run_on_shards(cp, case, dtype))
 
 
 def on_threads(provider: str, size: int, case: LinearCase, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
@@ -130,7 +130,7 @@ def test_bytes_of_every_call(provider: str, layout: str) -> None:
         case = LinearCase(decay=decay, delta=by_delta, documents=packed, causal=causal)
         if not refused(provider, case, layout):
             trace = TraceMesh({"cp": 4}, 1)
-            on_shards(ContextParallel(provider, mesh=trace, layout=layout), case)
+            run_on_shards(ContextParallel(provider, mesh=trace, layout=layout), case)
             expected = providers.get(provider).traffic(described(case, 4), Options(layout=layout), 1)
             assert read_ledger(trace) == expected, case
 
@@ -203,7 +203,7 @@ def test_uncut_documents_send_no_states(layout: str) -> None:
 
     def rank(mesh: Mesh) -> tuple[list[Tensor], int]:
         cp = place_documents(ContextParallel("lasp2", mesh=mesh, layout=layout), case.cu_seqlens)
-        found = on_shards(cp, case)
+        found = run_on_shards(cp, case)
         sent = len(mesh.ledger.entries())
         with pytest.raises(ValueError, match="'documents' it needs a causal mask"):
             cp.linear_attention(*found[1:4], causal=False, cu_seqlens=case.cu_seqlens)

@@ -138,11 +138,11 @@ OPTIONS = (
 
 
 def _takers(names: list[str], options: Options) -> list[str]:
-    asked = set(options.chosen) - {"fp8", "head_parallel"}
+    needed = set(options.chosen) - {"fp8", "head_parallel"}
     return [
         name
         for name in names
-        if asked <= set(providers.get(name).options) and not (options.head_parallel and name == "ulysses")
+        if needed <= set(providers.get(name).options) and not (options.head_parallel and name == "ulysses")
     ]
 
 
@@ -169,11 +169,11 @@ def test_windows_documents_and_sinks(provider: str, mask: str) -> None:
     allowed = [2 * e for e in errors(run(ContextParallel("ring"), in_transit), want)]
     got = on_threads(provider, 4, problem, fp8="comm")
     summed = Result(*got[0][:4], None if not problem.sink else sum(r.dsink for r in got))
-    found = errors(summed, want)
+    worst = errors(summed, want)
     floors = [0.05, 0.05, 0.05, 0.05, 0.15]
     limits = [max(pair) for pair in zip(allowed, floors[: len(allowed)], strict=True)]
-    assert all(e <= limit for e, limit in zip(found, limits, strict=True)), (found, limits)
-    assert max(found) > 1e-2
+    assert all(e <= limit for e, limit in zip(worst, limits, strict=True)), (worst, limits)
+    assert max(worst) > 1e-2
     again = on_threads(provider, 4, problem, fp8="comm", recompute=True)
     for a, b in zip(got, again, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True) if x is not None)

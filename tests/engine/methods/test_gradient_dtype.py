@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from method_cases import on_the_wire, setup_of
+from method_cases import count_on_the_wire, setup_of
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
@@ -42,27 +42,27 @@ def part(rank: int) -> Tensor:
 def test_only_sums_are_rounded_once_per_message(dtype: torch.dtype, packed: bool) -> None:
     def rank(mesh: Mesh) -> None:
         below = PayloadMesh(mesh, 4) if packed else mesh
-        over, mine, peer = NarrowSums(below, dtype), part(mesh.index), part(1 - mesh.index)
+        over, own, peer = NarrowSums(below, dtype), part(mesh.index), part(1 - mesh.index)
 
         def sent(call: Callable[[], Pending]) -> tuple[Tensor, int]:
             before = mesh.ledger.bytes()
             (arrived,) = call().wait()
             return arrived, mesh.ledger.bytes() - before
 
-        arrived, nbytes = sent(lambda: over.shift("a", (mine,), group=sums("a")))
+        arrived, nbytes = sent(lambda: over.shift("a", (own,), group=sums("a")))
         assert arrived.dtype == torch.float32
         assert torch.equal(arrived, peer.to(dtype).float()) and not torch.equal(arrived, peer)
-        assert nbytes == mine.numel() * 2
-        arrived, nbytes = sent(lambda: over.reduce_scatter("a", (mine,)))
-        whole = mine.to(dtype).float() + peer.to(dtype).float()
+        assert nbytes == own.numel() * 2
+        arrived, nbytes = sent(lambda: over.reduce_scatter("a", (own,)))
+        whole = own.to(dtype).float() + peer.to(dtype).float()
         assert arrived.dtype == torch.float32 and torch.equal(arrived, whole.chunk(2)[mesh.index])
-        assert nbytes == mine.numel() * 2 // 2
+        assert nbytes == own.numel() * 2 // 2
         for call in (
-            lambda m: m.shift("a", (mine,)),
-            lambda m: m.shift("a", (mine.to(dtype),)),
-            lambda m: m.all_gather("a", (mine.to(dtype),)),
-            lambda m: m.all_to_all("a", (mine.to(dtype),)),
-            lambda m: m.permute((mine.to(dtype),), to=1 - m.index, source=1 - m.index),
+            lambda m: m.shift("a", (own,)),
+            lambda m: m.shift("a", (own.to(dtype),)),
+            lambda m: m.all_gather("a", (own.to(dtype),)),
+            lambda m: m.all_to_all("a", (own.to(dtype),)),
+            lambda m: m.permute((own.to(dtype),), to=1 - m.index, source=1 - m.index),
         ):
             (a, booked_a), (b, booked_b) = sent(lambda call=call: call(over)), sent(lambda call=call: call(below))
             assert torch.equal(a, b) and booked_a == booked_b
@@ -72,9 +72,9 @@ def test_only_sums_are_rounded_once_per_message(dtype: torch.dtype, packed: bool
 
 def test_one_rank_rounds_nothing() -> None:
     def rank(mesh: ThreadMesh) -> None:
-        over, mine = NarrowSums(mesh, torch.bfloat16), part(0)
-        for call in (over.reduce_scatter("a", (mine,)), over.shift("a", (mine,), group=sums("a"))):
-            assert torch.equal(call.wait()[0], mine)
+        over, own = NarrowSums(mesh, torch.bfloat16), part(0)
+        for call in (over.reduce_scatter("a", (own,)), over.shift("a", (own,), group=sums("a"))):
+            assert torch.equal(call.wait()[0], own)
         assert mesh.ledger.bytes() == 0
 
     run_threads(rank, {"a": 1})
@@ -85,13 +85,13 @@ def test_choices_count_what_travels(smaller: dict[str, str]) -> None:
     """No more than the choices for float32 sums and two-byte payloads would send."""
     problem = Problem(size=64, heads=32, kv_heads=16 if smaller == MODEL else 8, head_dim=128)
     for name in ("attention2d", "burst", "usp"):
-        found = providers.settle(name, problem, Options(**smaller))
+        settled = providers.settle(name, problem, Options(**smaller))
         plain = providers.settle(name, problem, Options()).options
 
-        def most(chosen: Options, provider: Any = found.provider) -> int:
+        def most(chosen: Options, provider: Any = settled.provider) -> int:
             return max(sum(provider.traffic(problem, chosen, i).values()) for i in range(problem.size))
 
-        assert most(found.options) <= most(Options(**{**plain.chosen, **smaller}))
+        assert most(settled.options) <= most(Options(**{**plain.chosen, **smaller}))
     one_key_head = Problem(size=16, heads=32, kv_heads=1, head_dim=128)
     for options, ranks in ((Options(), 2), (Options(fp8="comm"), 16)):  # exchanges of heads have no sums
         assert providers.settle("usp", one_key_head, options).options.head_parallel == ranks
@@ -171,35 +171,35 @@ def problem_on(size: int, **changes: Any) -> Problem:
 )
 def test_the_table(name: str, problem: Problem, options: dict[str, Any], narrow: bool | None, why: str) -> None:
     """A row for each reason. The formula counts what the default sends."""
-    found = providers.settle(name, problem, Options(**options))
-    said = found.why[-1]
+    settled = providers.settle(name, problem, Options(**options))
+    said = settled.why[-1]
     assert re.search(why, said) and said.startswith("sums of gradients travel in ")
     if narrow is not None:
-        assert found.options.gradient_dtype == ("model" if narrow else None)
-    assert ("travel in bfloat16" in said) == (found.options.gradient_dtype == "model")
-    told = providers.settle(name, problem, replace(found.options, gradient_dtype="float32"))
+        assert settled.options.gradient_dtype == ("model" if narrow else None)
+    assert ("travel in bfloat16" in said) == (settled.options.gradient_dtype == "model")
+    told = providers.settle(name, problem, replace(settled.options, gradient_dtype="float32"))
     assert told.options.gradient_dtype == "float32" and not any("travel in" in line for line in told.why)
-    default, wide = (s.provider.traffic(problem, s.options, 0) for s in (found, told))
-    assert (default == wide) == (found.options.gradient_dtype is None)
+    default, wide = (s.provider.traffic(problem, s.options, 0) for s in (settled, told))
+    assert (default == wide) == (settled.options.gradient_dtype is None)
 
 
 def test_no_table_where_nothing_is_chosen() -> None:
     for problem in (Problem(size=1), replace(FEW, dtype=torch.float32), replace(FEW, dtype=torch.float64)):
         for name in SUMMING:
-            found = providers.settle(name, problem, Options())
-            assert found.options.gradient_dtype is None and not any("travel in" in line for line in found.why)
+            settled = providers.settle(name, problem, Options())
+            assert settled.options.gradient_dtype is None and not any("travel in" in line for line in settled.why)
     assert providers.settle("linear_ring", FEW, Options()).options.gradient_dtype is None
     assert providers.settle("ring", FEW, Options(gradient_dtype="auto")).options.gradient_dtype == "model"
 
 
 def test_plain_torch_keeps_float32_unless_told() -> None:
     """A typical problem need not have the dtype, heads or tokens of the calls."""
-    for given, want in (({}, "float32"), (MODEL, "model"), ({"gradient_dtype": "float32"}, "float32")):
-        found = run_threads(
-            lambda mesh, given=given: ContextParallel("ring", mesh=mesh, problem=FEW, **given).options.gradient_dtype,
+    for told, want in (({}, "float32"), (MODEL, "model"), ({"gradient_dtype": "float32"}, "float32")):
+        chosen = run_threads(
+            lambda mesh, told=told: ContextParallel("ring", mesh=mesh, problem=FEW, **told).options.gradient_dtype,
             {"cp": 8},
         )
-        assert found == [want] * 8
+        assert chosen == [want] * 8
 
 
 class _Packed(NarrowSums):
@@ -233,4 +233,4 @@ def test_planted_faults(fault: type[NarrowSums], monkeypatch: pytest.MonkeyPatch
         test_only_sums_are_rounded_once_per_message(torch.bfloat16, True)
     if fault is not _Kept:  # which has the right bytes
         with pytest.raises(AssertionError):
-            on_the_wire(setup_of("ring on zigzag", fp8="comm", **MODEL))
+            count_on_the_wire(setup_of("ring on zigzag", fp8="comm", **MODEL))

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from linear_cases import LinearCase
-from linear_cases import on_shards as linear_on_shards
-from method_cases import METHODS, SETTINGS, of_formula
+from linear_cases import LinearCase, run_on_shards
+from method_cases import METHODS, SETTINGS, predict
 from nightly import nightly, pairs_at_night
 from oracle import Case, Result, assert_close, errors, no_sums_in_half
 from thread_ranks import on_shards, on_threads, run, typical
@@ -63,8 +62,8 @@ def summed(ranks: list[Result]) -> list[Result]:
     """With the sinks' gradients, of which every rank has a part, summed."""
     if ranks[0].dsink is None:
         return ranks
-    total = torch.stack([found.dsink for found in ranks]).sum(0)
-    return [found._replace(dsink=total) for found in ranks]
+    total = torch.stack([result.dsink for result in ranks]).sum(0)
+    return [result._replace(dsink=total) for result in ranks]
 
 
 @pairs_at_night
@@ -111,11 +110,11 @@ def test_lower_precision(provider: str, layout: str, mask: str, dtype: torch.dty
 def _single(mask: str, dtype: torch.dtype) -> list[float]:
     """One device's error of each field; for a sink's gradient the largest over several inputs, since its few numbers
     may be exact by chance."""
-    one, found = case(mask, dtype=dtype), []
+    one, measured = case(mask, dtype=dtype), []
     for seed in range(8 if one.sink else 1):
         problem = replace(one, seed=seed)
-        found.append(errors(run(ContextParallel("ring"), problem), problem.reference()))
-    return [*found[0][:4], *map(max, zip(*(of[4:] for of in found), strict=True))]
+        measured.append(errors(run(ContextParallel("ring"), problem), problem.reference()))
+    return [*measured[0][:4], *map(max, zip(*(of[4:] for of in measured), strict=True))]
 
 
 def test_a_grid_with_blocks_that_no_query_sees() -> None:
@@ -147,7 +146,7 @@ def test_on_processes_with_exact_traffic(name: str) -> None:
     provider, size, options = SETTINGS[name]
     heads = 12 if size == 6 else 8
     problems = [case("causal", query_heads=heads), case("full", query_heads=heads, dtype=torch.bfloat16)]
-    in_float64, in_half = on_processes(provider, size, problems, **options)
+    in_float64, in_half = run_processes(provider, size, problems, **options)
     assert in_float64 <= 1e-10 and in_half <= 2e-2
 
 
@@ -158,10 +157,10 @@ def test_on_processes_with_exact_traffic(name: str) -> None:
 def test_64_ranks(options: dict[str, Any]) -> None:
     """Real processes and process groups, causal, forward and backward; bytes = trace = formula on every rank."""
     problem = Case(seq_length=512, heads=4, kv_heads=4, causal=True, dtype=torch.float32, batch=1)
-    assert on_processes("attention2d", 64, [problem], **options)[0] <= 1e-5
+    assert run_processes("attention2d", 64, [problem], **options)[0] <= 1e-5
 
 
-def on_processes(provider: str, size: int, problems: list[Case], **options: Any) -> list[float]:
+def run_processes(provider: str, size: int, problems: list[Case], **options: Any) -> list[float]:
     """The worst error of any rank's shard for each problem; asserts the bytes of each rank."""
 
     def described(problem: Case) -> Setup:
@@ -176,9 +175,9 @@ def on_processes(provider: str, size: int, problems: list[Case], **options: Any)
         return max(errors(got, Result(*map(cp.shard, want[:4])))), read_ledger(cp.mesh)
 
     ranks = run_ranks(lambda: [attended(*one) for one in planned], size, init_process_group=True, timeout=300)
-    for index, found in enumerate(ranks):
-        for (_, setup, _), (_, sent) in zip(planned, found, strict=True):
-            assert sent == of_formula(setup)[index] == trace(setup, index), (provider, options, index)
+    for index, results in enumerate(ranks):
+        for (_, setup, _), (_, sent) in zip(planned, results, strict=True):
+            assert sent == predict(setup)[index] == trace(setup, index), (provider, options, index)
     return [max(error for error, _ in of_problem) for of_problem in zip(*ranks, strict=True)]
 
 
@@ -191,17 +190,17 @@ def on_processes(provider: str, size: int, problems: list[Case], **options: Any)
 )
 def test_two_runs_give_the_same_bits(provider: str, dtype: torch.dtype) -> None:
     """In every method on each of its layouts, whatever the order in which ranks run."""
-    found = providers.get(provider)
+    method = providers.get(provider)
     case = Case(seq_length=128, heads=8, kv_heads=4, causal=True, dtype=dtype)
 
     def linear(mesh: Mesh) -> list[Tensor]:
-        return linear_on_shards(ContextParallel(provider, mesh=mesh, layout=layout), LinearCase(), torch.float32)
+        return run_on_shards(ContextParallel(provider, mesh=mesh, layout=layout), LinearCase(), torch.float32)
 
     def run() -> list[list[Tensor]]:
-        if found.kind == "linear":
-            return run_threads(linear, found.axes(4, Options()))
+        if method.kind == "linear":
+            return run_threads(linear, method.axes(4, Options()))
         return [list(result[:4]) for result in on_threads(provider, 4, case, layout=layout)]
 
-    for layout in found.layouts:
+    for layout in method.layouts:
         for one, other in zip(run(), run(), strict=True):
             assert all(map(torch.equal, one, other)), layout

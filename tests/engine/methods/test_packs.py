@@ -44,8 +44,8 @@ def test_float64(name: str, window: tuple[int, int] | None) -> None:
         return [run(where, case) for where in (cp, place_documents(cp, CU_SEQLENS), cp)]
 
     want = case.reference()
-    for index, found in enumerate(run_threads(rank, settled.axes)):
-        for got in found:
+    for index, results in enumerate(run_threads(rank, settled.axes)):
+        for got in results:
             assert_close(got, want, 1e-10, (name, index))
 
 
@@ -125,5 +125,5 @@ def test_bounds_of_another_pack_than_the_placement(dtype: torch.dtype) -> None:
                 cp.linear_attention(y, y, y, cu_seqlens=fewer)
         return cp.unshard(cp.linear_attention(y, y, y, cu_seqlens=more))
 
-    for found in run_threads(rank, {"cp": 2}):
-        torch.testing.assert_close(found, alone)
+    for whole in run_threads(rank, {"cp": 2}):
+        torch.testing.assert_close(whole, alone)

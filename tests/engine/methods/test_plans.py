@@ -181,8 +181,8 @@ def test_communicators_are_counted() -> None:
     problem = Problem(size=64, heads=64, kv_heads=64).with_transport(
         hosts=tuple(f"node{rank // 8}" for rank in range(64))
     )
-    found = {
+    counts = {
         name: settled(providers.get(name), problem, Options()).communicators
         for name in ("ring", "attention2d", "burst", "ulysses")
     }
-    assert found == {"ring": 1, "attention2d": 3, "burst": 4, "ulysses": 1}
+    assert counts == {"ring": 1, "attention2d": 3, "burst": 4, "ulysses": 1}

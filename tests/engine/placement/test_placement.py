@@ -44,19 +44,19 @@ def as_pack(lengths: list[int], size: int) -> Pack:
     return Pack([*range(len(order))], order, works, none, none, sum(order) // size, sum(works) // size)
 
 
-def of(placement: Placement) -> Mask:
+def make_mask(placement: Placement) -> Mask:
     return Mask(placement.left, 0, tuple(itertools.accumulate(placement.documents, initial=0)))
 
 
 def needs(layout: Layout, mask: Mask, seq_length: int, size: int) -> list[int]:
     """Keys received by each rank, counted in the dense mask."""
-    sees, found = seen(mask, seq_length), []
+    sees, counts = seen(mask, seq_length), []
     for rank in range(size):
         own = layout.positions(seq_length, size, rank)
         wanted = sees[own].any(0)
         wanted[own] = False
-        found.append(int(wanted.sum()))
-    return found
+        counts.append(int(wanted.sum()))
+    return counts
 
 
 @given(packs(), lefts)
@@ -78,7 +78,7 @@ def test_placements_partition_the_pack(pack: tuple[list[int], int], left: int | 
 def test_work_and_traffic_match_the_mask(pack: tuple[list[int], int], left: int | None) -> None:
     lengths, size = pack
     placed = place(lengths, size, left=left)
-    mask, total = of(placed), sum(lengths)
+    mask, total = make_mask(placed), sum(lengths)
     assert placed.needs().tolist() == needs(placed.layout, mask, total, size)
     segments = [placed.layout.segments(total, size, rank) for rank in range(size)]
     everything = (range(total),)
@@ -95,15 +95,15 @@ def test_work_and_traffic_match_the_mask(pack: tuple[list[int], int], left: int 
 @quick
 def test_placements_are_deterministic_and_cached(pack: tuple[list[int], int], left: int | None) -> None:
     lengths, size = pack
-    here = place(lengths, size, left=left)
+    first = place(lengths, size, left=left)
     _place.cache_clear()
-    there = place(np.array(lengths), size, left=left)  # other integers, another process
-    assert here is not there and here == there and hash(here) == hash(there)
-    assert here.layout == there.layout and hash(here.layout) == hash(there.layout)
+    second = place(np.array(lengths), size, left=left)  # other integers, another process
+    assert first is not second and first == second and hash(first) == hash(second)
+    assert first.layout == second.layout and hash(first.layout) == hash(second.layout)
     for name in ("document", "start", "stop", "rank"):
-        assert np.array_equal(getattr(here, name), getattr(there, name))
-    assert place(tuple(lengths), size, left=left) is there, "kept"
-    assert not there.start.flags.writeable, "and safe from its users"
+        assert np.array_equal(getattr(first, name), getattr(second, name))
+    assert place(tuple(lengths), size, left=left) is second, "kept"
+    assert not second.start.flags.writeable, "and safe from its users"
 
 
 @pytest.mark.parametrize("size", [8, 64])
@@ -238,11 +238,11 @@ def test_less_traffic_across_hosts() -> None:
     lengths = np.random.default_rng(0).lognormal(7.5, 1.2, 100).astype(int).tolist()
     lengths.append(-sum(lengths) % 32 + 32)
 
-    def across(placed: Placement) -> int:
+    def count_across_hosts(placed: Placement) -> int:
         host = np.arange(32) // 8
         return int(placed.traffic()[host[:, None] != host].sum())
 
-    assert across(place(lengths, 32, per_host=8)) < 0.9 * across(place(lengths, 32))
+    assert count_across_hosts(place(lengths, 32, per_host=8)) < 0.9 * count_across_hosts(place(lengths, 32))
 
 
 def test_bad_input_is_refused_with_the_fix() -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from cp_plugin.engine.attention import agreement
 from cp_plugin.engine.comm import GroupMesh, axis_groups, connect
 from cp_plugin.engine.comm import group as mesh_group
-from cp_plugin.engine.comm.threads import Hub, in_turns
+from cp_plugin.engine.comm.threads import Hub, take_turns
 from cp_plugin.engine.core.dtypes import dtype_name
 
 PATIENCE = 60.0
@@ -285,7 +285,7 @@ def run_with_data[T](program: Program[T], axes: Mapping[str, int], extra: Sequen
     hub = Hub(PATIENCE)
     ranks = [Rank(number=number, hub=hub) for number in range(prod(axes.values()))]
     with modelled():
-        results = in_turns([partial(_run, rank, program, axes, extra, ()) for rank in ranks], hub)
+        results = take_turns([partial(_run, rank, program, axes, extra, ()) for rank in ranks], hub)
     check([rank.trace for rank in ranks])
     return results
 
