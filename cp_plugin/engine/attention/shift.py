@@ -83,7 +83,7 @@ class _Message(NamedTuple):
 def _shifted(cp: ContextParallel, x: Tensor, dim: int, by: int) -> Tensor:
     rows = x.movedim(dim, 0)
     messages = _plan(cp.layout, cp.numbers, cp.index, rows.size(0) * cp.size, by, x.device)
-    under_way = [cp.mesh.permute((rows[m.send],), to=m.to, source=m.source) for m in messages]
+    under_way = [cp.mesh.exchange(WHOLE, (rows[m.send],), to=m.to, source=m.source) for m in messages]
     shifted = torch.zeros_like(rows, memory_format=torch.contiguous_format)
     for message, pending in zip(messages, under_way, strict=True):
         shifted[message.put] = pending.wait()[0][: len(message.put)]

@@ -141,17 +141,11 @@ class Mesh(ABC):
         at = coordinates(self.axes, rank)
         return [flat_index(self.axes, {**at, axis: i}) for i in range(self.axes[axis])]
 
-    def permute(self, tensors: Sequence[Tensor], *, to: int, source: int) -> Pending:
-        """Send ``tensors`` to rank ``to`` of the whole mesh and receive those of rank ``source``.
-
-        Needs the process group ``WHOLE``.
-        """
-        return self.exchange(WHOLE, tensors, to=to, source=source)
-
     def exchange(self, axis: str, tensors: Sequence[Tensor], *, to: int, source: int, group: str = "") -> Pending:
         """Send ``tensors`` to rank ``to`` of the axis and receive tensors of the same shapes from rank ``source``.
 
-        ``group``: another process group along the axis, if the mesh has it, such as ``sums(axis)``.
+        Along ``WHOLE`` these are ranks of the whole mesh, which needs that process group. ``group``: another process
+        group along the axis, if the mesh has it, such as ``sums(axis)``.
         """
         if self._place(axis) == to == source:
             return Pending.done(tuple(tensors))

@@ -43,13 +43,13 @@ class Transpose(Move):
 
     def bring_kv(self, kv: Pending[KeyValues]) -> Pending[KeyValues]:
         held, me = kv.wait(), self.mesh.index
-        moved = self.mesh.permute(held.tensors, to=self._holder(me), source=self._held(me))
+        moved = self.mesh.exchange(WHOLE, held.tensors, to=self._holder(me), source=self._held(me))
         owners = held.owners
         return arriving(KeyValues, moved, lambda rank: owners(self._held(rank)))
 
     def return_dkv(self, dkv: Pending[Tensors]) -> Pending[Tensors]:
         me = self.mesh.index
-        return self.mesh.permute(dkv.wait(), to=self._held(me), source=self._holder(me))
+        return self.mesh.exchange(WHOLE, dkv.wait(), to=self._held(me), source=self._holder(me))
 
     def _held(self, rank: int) -> int:
         """The shard a rank holds after the exchange: its column-major number is the rank's row-major number."""

@@ -39,7 +39,8 @@ def test_every_group_is_connected_before_any_method_uses_it(monkeypatch: pytest.
         monkeypatch.undo()
         assert [ranks for _, ranks in connected] == list(map(dist.get_process_group_ranks, mesh.groups.values()))
         partner = {0: 5, 5: 0}.get(mesh.index, mesh.index)
-        return connected, mesh.permute((torch.full((1,), mesh.index),), to=partner, source=partner).wait()[0].tolist()
+        own = torch.full((1,), mesh.index)
+        return connected, mesh.exchange(WHOLE, (own,), to=partner, source=partner).wait()[0].tolist()
 
     for index, (connected, received) in enumerate(run_ranks(rank, 6, init_process_group=True)):
         slow, fast = divmod(index, 3)

@@ -48,7 +48,7 @@ def one_of_each_verb(mesh: Mesh) -> list[Any]:
         up = mesh.shift("fast", (a, b))
         back = mesh.shift("slow", (a,), by=-1)
     pair = mesh.exchange("slow", (a,), to=1 - mesh.coordinates["slow"], source=1 - mesh.coordinates["slow"])
-    across = mesh.permute((a,), to=5 - mesh.index, source=5 - mesh.index)
+    across = mesh.exchange(WHOLE, (a,), to=5 - mesh.index, source=5 - mesh.index)
     gathered = mesh.all_gather("fast", (a, b))
     summed = mesh.reduce_scatter("fast", (six,))
     swapped = mesh.all_to_all("slow", (six,))
@@ -125,7 +125,7 @@ def test_a_second_group_along_an_axis_is_used_where_it_was_made(monkeypatch: pyt
 def test_a_group_that_was_not_made_is_named() -> None:
     def rank() -> None:
         mesh = GroupMesh.from_group({"cp": 2}, dist.group.WORLD)
-        mesh.permute((torch.ones(1),), to=1 - mesh.index, source=1 - mesh.index)
+        mesh.exchange(WHOLE, (torch.ones(1),), to=1 - mesh.index, source=1 - mesh.index)
 
     with pytest.raises(RankError, match=r"created without the process group 'all'; it has \['cp'\]"):
         run_ranks(rank, 2, init_process_group=True)

@@ -14,13 +14,13 @@ from thread_ranks import on_threads, run
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.engine.comm import Mesh, Pending, ThreadMesh, TraceMesh, run_threads, sums
+from cp_plugin.engine.comm import WHOLE, Mesh, Pending, ThreadMesh, TraceMesh, run_threads, sums
 from cp_plugin.engine.comm.payload import PayloadMesh, rounded
 from cp_plugin.engine.core import payload
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.testing.verify import plan, verify
 
-RANKS, TOKENS, BLOCK = 4, 24, 8
+TOKENS, BLOCK = 24, 8
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -43,7 +43,7 @@ VERBS: dict[str, tuple[int, Callable[[Mesh, tuple[Tensor, ...]], Pending]]] = {
         lambda mesh, x: mesh.exchange("a", x, to=1 - mesh.coordinates["a"], source=1 - mesh.coordinates["a"]),
     ),
     "shift": (1, lambda mesh, x: mesh.shift("b", x, group=sums("b"))),
-    "permute": (1, lambda mesh, x: mesh.permute(x, to=(mesh.index + 1) % RANKS, source=(mesh.index - 1) % RANKS)),
+    "whole": (1, lambda mesh, x: mesh.exchange(WHOLE, x, to=(mesh.index + 1) % 4, source=(mesh.index - 1) % 4)),
     "all_gather": (1, lambda mesh, x: mesh.all_gather("b", x)),
     "all_to_all": (2, lambda mesh, x: mesh.all_to_all("b", x)),
 }
@@ -77,7 +77,7 @@ def test_local_tensors_and_sums_are_not_rounded() -> None:
         mesh.all_gather("a", x),
         mesh.all_to_all("a", x),
         mesh.shift("a", x),
-        mesh.permute(x, to=2, source=2),
+        mesh.exchange(WHOLE, x, to=2, source=2),
         mesh.exchange("b", x, to=2, source=2),
     ):
         assert all(a is b for a, b in zip(kept.wait(), x, strict=True))

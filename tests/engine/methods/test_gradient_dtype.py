@@ -13,7 +13,7 @@ from method_cases import count_on_the_wire, setup_of
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.engine.comm import Mesh, Pending, ThreadMesh, run_threads, sums
+from cp_plugin.engine.comm import WHOLE, Mesh, Pending, ThreadMesh, run_threads, sums
 from cp_plugin.engine.comm.payload import PayloadMesh
 from cp_plugin.engine.core.dtypes import dtype_name
 from cp_plugin.engine.methods import gradient_dtype
@@ -62,7 +62,7 @@ def test_only_sums_are_rounded_once_per_message(dtype: torch.dtype, packed: bool
             lambda m: m.shift("a", (own.to(dtype),)),
             lambda m: m.all_gather("a", (own.to(dtype),)),
             lambda m: m.all_to_all("a", (own.to(dtype),)),
-            lambda m: m.permute((own.to(dtype),), to=1 - m.index, source=1 - m.index),
+            lambda m: m.exchange(WHOLE, (own.to(dtype),), to=1 - m.index, source=1 - m.index),
         ):
             (a, booked_a), (b, booked_b) = sent(lambda call=call: call(over)), sent(lambda call=call: call(below))
             assert torch.equal(a, b) and booked_a == booked_b
