@@ -18,6 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cp_plugin.engine.attention.calls import settled
+from cp_plugin.engine.common.recent import Recent
 from cp_plugin.engine.core import layout
 from cp_plugin.engine.core.mask import Window
 from cp_plugin.engine.core.options import Options
@@ -108,10 +109,10 @@ def test_restrictions() -> None:
 
 
 @pytest.mark.parametrize("name", ["burst", "attention2d", "ring"])
-def test_programs_are_reproducible(name: str) -> None:
+def test_programs_are_reproducible(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches filled by the first call must not change its cost, or ranks would plan differently."""
     setup = settled(providers.get(name), PROBLEM, Options(head_parallel=2))
-    layout._orders.clear()
+    monkeypatch.setattr(layout, "_orders", Recent(layout.KEPT_BYTES, layout._nbytes))
     first, second = (dataclasses.asdict(program(setup, 7)) for _ in range(2))
     assert first == second
 

@@ -90,7 +90,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "unmasked": (store, "_hidden", _none_hidden),
     "bits": (tree, "_merge", _rounded_anew),
     "lost": (tree, "_merge", lambda lower, upper: lower),
-    "below": (slots, "_below", _one_more(slots._below)),
+    "below": (slots, "steps_to", _one_more(slots.steps_to)),
     "bytes": (tree, "messages", lambda size, index: 1),
     "scale": (store, "reference", SimpleNamespace(attend=_scaled)),
     "state": (decayed, "advance", lambda incoming, left, through=None: left),

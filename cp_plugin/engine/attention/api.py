@@ -237,7 +237,7 @@ class ContextParallel(LinearAttention):
 
         Args: mask, segments, keys: as for ``build_around``.
         """
-        alike = keys is None and not (mask is not None and mask.packed)  # calls of a problem have the same shapes
+        alike = keys is None and not (mask is not None and mask.documents)  # calls of a problem have the same shapes
         kernel = self.kernel(problem, device, scaling, plans=alike and problem in self._planned)
         return self.build_around(kernel, problem, scores, mask, segments, keys)
 

@@ -248,7 +248,9 @@ class Mesh(ABC):
 
     def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
         n = self.axes[axis]
-        return self._all_to_all(axis, tensors).then(lambda t: sum_of_parts(t, n))
+        return self._all_to_all(axis, tensors).then(
+            lambda t: t.view(n, t.size(0) // n, *t.shape[1:]).sum(0, dtype=accumulation_dtype(t.dtype))
+        )
 
     @abstractmethod
     def _all_to_all(self, axis: str, tensors: Tensors) -> Pending: ...
@@ -292,11 +294,6 @@ def axis_groups(ranks: Sequence[int], axes: Mapping[str, int], extra: Sequence[s
     again = {sums(name): lists for name, lists in groups.items() if sums(name) in extra}
     whole = {WHOLE: [list(ranks)]} if WHOLE in extra and len(ranks) > 1 else {}
     return {**groups, **again, **whole}
-
-
-def sum_of_parts(t: Tensor, n: int) -> Tensor:
-    """The sum of n parts of a tensor ``[n * s, ...]`` in the accumulation dtype: ``[s, ...]``."""
-    return t.view(n, t.size(0) // n, *t.shape[1:]).sum(0, dtype=accumulation_dtype(t.dtype))
 
 
 def nbytes_of(tensors: Sequence[Tensor]) -> int:

@@ -34,10 +34,5 @@ class Recent[K: Hashable, V]:
                 self._total -= self._weight(self._found.pop(next(iter(self._found))))
         return value
 
-    def clear(self) -> None:
-        with self._lock:
-            self._found.clear()
-            self._total = 0
-
     def __len__(self) -> int:
         return len(self._found)

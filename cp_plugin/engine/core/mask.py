@@ -44,19 +44,9 @@ class Mask(NamedTuple):
         return self.left is None and self.right is None and not self.documents
 
     @property
-    def windowed(self) -> bool:
-        """True if a query may miss earlier tokens of its document."""
-        return self.left is not None
-
-    @property
     def width(self) -> float:
         """Positions visible to a query in a sufficiently long document."""
         return inf if self.left is None or self.right is None else self.left + self.right + 1
-
-    @property
-    def packed(self) -> bool:
-        """True if document bounds are part of the mask (and may change with every batch)."""
-        return bool(self.documents)
 
     def interval(self, positions: Tensor, seq_length: int) -> tuple[Tensor, Tensor]:
         """First visible key of each query and one past the last; int64. Not defined for trees."""

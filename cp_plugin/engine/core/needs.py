@@ -125,7 +125,7 @@ def _pieces(queries: Sequence[Segments], mask: Mask, steps: tuple[int, ...]) -> 
                 pieces += [(reader, segment[0], segment.step, *run) for run in _seen_in_tree(segment, mask)]
                 continue
             for document, rows in mask.pieces(segment):
-                begins, ends = mask.documents[document : document + 2] if mask.packed else (0, _FAR)
+                begins, ends = mask.documents[document : document + 2] if mask.documents else (0, _FAR)
                 positions = segment[rows.start : rows.stop]
                 whole = mask.width >= positions.step or steps == (positions.step,)
                 for part in (positions,) if whole else (range(p, p + 1) for p in positions):

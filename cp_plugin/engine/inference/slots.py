@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.engine.core.layout import Segments
+from cp_plugin.engine.core.mask import steps_to
 
 NOWHERE = 2**31 - 1
 """Position of an empty slot: behind every query, so that a causal mask hides it."""
@@ -120,7 +121,7 @@ class Slots:
             raise ValueError(f"{self.batch} prompts of 1 to {self._prompt} tokens, got lengths {list(lengths)}")
         self._open = False
         self.lengths = list(lengths)
-        self.held = [[sum(_below(s, n) for s in segments) for segments in self._keys] for n in lengths]
+        self.held = [[sum(len(s[: steps_to(s, n)]) for s in segments) for segments in self._keys] for n in lengths]
         self._keys = ((),) * self.size
         bounds = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self.positions.masked_fill_(self.positions >= bounds, NOWHERE)
@@ -154,8 +155,3 @@ class Slots:
                 f"{self.capacity} slots each hold {self.size * self.capacity}; it needs "
                 f"{slots_for(tokens, self.capacity)} ranks, or {slots_for(tokens, self.size)} slots on each of these"
             )
-
-
-def _below(segment: range, position: int) -> int:
-    """Return how many positions of an increasing segment lie before this one."""
-    return min(len(segment), max(0, -(-(position - segment.start) // segment.step)))

@@ -95,7 +95,7 @@ def cost(rows: Segments, keys: Segments, mask: Mask, sizes: Sizes, at: Speeds | 
         at: None: the library runs single tiles only.
         enough: run length from which our kernels skip sorting.
     """
-    if at is None and (mask.windowed or mask.packed):
+    if at is None and (mask.left is not None or mask.documents):
         return Cost(None, 1.0, 0.0)
     (q_runs, q_order), (k_runs, k_order) = sort_positions(rows, _CPU), sort_positions(keys, _CPU)
     found = tiles_up_to(MOST, q_runs, k_runs, mask)

@@ -114,7 +114,7 @@ def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
         canvas.fill(axes, shapes, canvas.paler(canvas.RANK_COLOURS[call.rank], 0.75 * call.step / steps))
     axes.set(xlim=(0, n), ylim=(n, 0), aspect="equal", xticks=[], yticks=[])
     axes.set(xlabel="keys, in the order of the sequence", ylabel="queries, in the order of the sequence")
-    mask = "Packed" if recording.mask.packed else "Causal"
+    mask = "Packed" if recording.mask.documents else "Causal"
     title = f"{mask} attention matrix{', head 0' if divided else ''}; paler: later step"
     axes.set_title(title, fontsize=canvas.POINTS, loc="left")
     canvas.plain(axes)
