@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cp_plugin.engine.attention.calls import Setup, can_place, settled_or_reason, with_float32_sums
-from cp_plugin.engine.common.text import show_option
+from cp_plugin.engine.common.text import divisors, show_option
 from cp_plugin.engine.core.layout import LAYOUTS
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Fp8, Problem
@@ -89,7 +89,7 @@ def _upstream(problem: Problem) -> Iterator[tuple[str, str, Options]]:
         ("p2p", "ring", zigzag, 1),
         ("all_gather", "all_gather", replace(zigzag, head_groups=1), 1),
         ("a2a", "ulysses", zigzag, problem.size),
-        *(("a2a+p2p", "usp", replace(zigzag, head_parallel=n), n) for n in _divisors(problem.size)[1:-1]),
+        *(("a2a+p2p", "usp", replace(zigzag, head_parallel=n), n) for n in divisors(problem.size)[1:-1]),
     ):
         divides = problem.heads % head_ranks == 0 and problem.kv_heads % head_ranks == 0
         if divides and stock_rules.can(comm_type, problem):
@@ -212,12 +212,8 @@ def _axes(provider: Provider, problem: Problem) -> list[int | None]:
     alone = settled_or_reason(provider, problem, Options(head_parallel=1)).reason
     if alone is not None and "divides the heads" in alone:
         return [None]
-    sizes = [n for n in _divisors(problem.size) if heads_do_not_divide(problem, n) is None]
+    sizes = [n for n in divisors(problem.size) if heads_do_not_divide(problem, n) is None]
     return [None if ranks == 1 and "head_parallel" not in provider.options else ranks for ranks in sizes]
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:

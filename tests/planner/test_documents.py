@@ -96,7 +96,7 @@ def test_keys_and_balance_are_those_of_the_placement(window: tuple[int, int] | N
     of_key = PACK.kv_heads * 2 * PACK.head_dim * 8
     assert [f["forward", "cp"] for f in sent] == (placement.traffic().sum(0) * of_key).tolist()
     home = [f["backward", "cp"] - f["forward", "cp"] for f in sent]
-    assert home == (placement.needs() * of_key).tolist()
+    assert home == (placement.traffic().sum(1) * of_key).tolist()
     assert work(one).tolist() == placement.work().tolist() and balance(one) == placement.balance
     assert sum(work(one)) == pairs(one.problem)
     kernels = [program(one, index).pairs() // PACK.heads for index in range(4)]
@@ -204,7 +204,7 @@ def test_picture_shows_the_keys_of_the_plan(tmp_path: Path) -> None:
         ]
         for rank in range(4):
             assert fetched[rank] == {k for k in seen[rank] if holders[k] != rank}
-    assert list(map(len, fetched)) == place(lengths, 4).needs().tolist()
+    assert list(map(len, fetched)) == place(lengths, 4).traffic().sum(1).tolist()
     assert found.balance() == place(lengths, 4).balance
     words = f"draw --plot {tmp_path}/x.svg --provider needed --ranks 4 --layout documents --documents 11,7,5,5,3,1"
     result = CliRunner().invoke(app, words.split())

@@ -29,9 +29,9 @@ def either(words: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
 
 
-def divisors(n: int) -> str:
-    """All divisors, as a list to choose from."""
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+def divisors(n: int) -> list[int]:
+    """All divisors, the smallest first."""
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def show_option(value: object) -> str:

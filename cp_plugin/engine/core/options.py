@@ -102,14 +102,13 @@ def whole_number(text: str) -> int | None:
 
 def rows_and_columns(text: str) -> tuple[int, int] | None:
     """``8x4``; None for any other text."""
-    rows, by, columns = text.partition("x")
-    sides = whole_number(rows), whole_number(columns)
-    return (sides[0], sides[1]) if by and sides[0] and sides[1] else None
+    grid = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text, re.ASCII)
+    return (int(grid[1]), int(grid[2])) if grid else None
 
 
 def grids(ranks: int) -> list[tuple[int, int]]:
     """All (rows, columns) of a number of ranks."""
-    return [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
+    return [(rows, ranks // rows) for rows in divisors(ranks)]
 
 
 def not_a_grid(grid: tuple[int, int], ranks: int) -> str | None:
@@ -123,7 +122,7 @@ def not_a_divisor(number: int, ranks: int) -> str | None:
     """Return why the ranks cannot be divided into groups of this number; None if they can."""
     if number >= 1 and ranks % number == 0:
         return None
-    return f"does not divide {ranks} context-parallel ranks: use one of {divisors(ranks)}"
+    return f"does not divide {ranks} context-parallel ranks: use one of {', '.join(map(str, divisors(ranks)))}"
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -15,16 +15,6 @@ from cp_plugin.engine.core.layout import Layout
 from cp_plugin.engine.core.mask import Mask, Window
 
 
-def neighbours_per_host(hosts: Sequence[str]) -> int:
-    """Neighbouring ranks that share a host; 1 if that is uneven or unknown.
-
-    Context-parallel ranks are strided by tensor parallelism, so it cannot be derived from devices per node; the ranks
-    are asked (``comm.every_rank.gather_hosts``).
-    """
-    runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
-    return runs[0] if len(set(runs)) == 1 else 1
-
-
 def describe_hosts(hosts: Sequence[str]) -> str:
     """The placement for messages: ``ranks 0-3 on a, 4-7 on b``."""
     if not hosts:
@@ -74,8 +64,13 @@ class Transport:
 
     @property
     def per_host(self) -> int:
-        """Neighbouring ranks that share a host; 1 if unknown or uneven."""
-        return neighbours_per_host(self.hosts)
+        """Neighbouring ranks that share a host; 1 if that is uneven or unknown.
+
+        Context-parallel ranks are strided by tensor parallelism, so it cannot be derived from devices per node; the
+        ranks are asked (``comm.every_rank.gather_hosts``).
+        """
+        runs = [len(list(run)) for _, run in itertools.groupby(self.hosts)]
+        return runs[0] if len(set(runs)) == 1 else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,10 +100,6 @@ class Delayed(Scaling):
         recorded = next(iter(self._found.values()), self._known)
         update([self], group, recorded.device)
 
-    def remember(self, step: Tensor) -> None:
-        """Append a step's largest elements ``[roles]``; 0 where there were none or they were not finite."""
-        self.load(torch.cat((step.unsqueeze(0), self.history.to(step.device)[:-1])))
-
     def load(self, history: Tensor) -> None:
         """Restore the history of another run of this layer, of the shape of ``self.history``."""
         self.history = history.detach().float().clone()
@@ -125,8 +121,8 @@ def update(scalings: Sequence[Delayed], group: dist.ProcessGroup | None, device:
     recorded = torch.stack([scaling.take(device) for scaling in scalings])
     if group is not None and group.size() > 1:
         dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=group)
-    for scaling, of_layer in zip(scalings, recorded, strict=True):
-        scaling.remember(of_layer)
+    for scaling, step in zip(scalings, recorded, strict=True):
+        scaling.load(torch.cat((step.unsqueeze(0), scaling.history.to(step.device)[:-1])))
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:

@@ -112,16 +112,6 @@ class Session:
         with self._running(dealt), self.mesh.ledger.phase("decode"):
             yield dealt
 
-    def reserve(self, layer: Hashable, k: Tensor, v: Tensor, latent: Latent | None = None) -> Cache:
-        """A layer's cache, allocated on the first call; ``attend`` calls it.
-
-        k, v, latent: like those to come.
-        """
-        if layer not in self._layers:
-            v_head_dim, *like = (v.size(3), k, v) if latent is None else (latent.up_v.size(2), latent.rows)
-            self._layers[layer] = Cache(self.slots.capacity, v_head_dim, *like, fp8=self.fp8)
-        return self._layers[layer]
-
     def attend(
         self,
         layer: Hashable,
@@ -169,9 +159,10 @@ class Session:
                 )
             settings |= {"scale": scale, "softcap": softcap, "window": window, "documents": tuple(self.lengths)}
         q, k, v = map(dense, (q, k, v))
-        cache = self.reserve(layer, k, v, latent)
-        scores = Scores.from_call(q, scale, softcap)
-        kept = (k, v) if latent is None else (latent.rows,)
+        kept, v_head_dim = ((k, v), v.size(3)) if latent is None else ((latent.rows,), latent.up_v.size(2))
+        if layer not in self._layers:
+            self._layers[layer] = Cache(self.slots.capacity, v_head_dim, *kept, fp8=self.fp8)
+        cache, scores = self._layers[layer], Scores.from_call(q, scale, softcap)
         if isinstance(self.step, Chunk):
             cache.put(slice(self.step.first, self.step.stop), *kept)
             k, v = cache.get(0, self.step.stop)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from cp_plugin.engine.comm import Mesh
-from cp_plugin.engine.common.text import show_bytes
+from cp_plugin.engine.common.text import divisors, show_bytes
 from cp_plugin.engine.core.layout import Layout, Segments
 from cp_plugin.engine.core.options import Option, Options, not_a_divisor, whole_number
 from cp_plugin.engine.core.problem import Problem
@@ -22,7 +22,7 @@ from cp_plugin.engine.core.spelling import spelled
 from cp_plugin.engine.methods.moves import Moved
 from cp_plugin.engine.methods.protocol import Attend, Choice, Formula, Provider
 from cp_plugin.engine.methods.ring import RING
-from cp_plugin.engine.methods.ulysses import HEAD, Ulysses, heads_do_not_divide, ulysses_bytes
+from cp_plugin.engine.methods.ulysses import HEAD, Ulysses, exchange_bytes, heads_do_not_divide
 
 HEAD_PARALLEL = Option(
     "head_parallel",
@@ -48,9 +48,8 @@ def with_head_axis(inner: Provider, name: str = "") -> Provider:
 
     def traffic(problem: Problem, options: Options, index: int) -> Formula:
         ranks = options.head_parallel or 1
-        sent = ulysses_bytes(problem, ranks)
-        exchanged = {("forward", HEAD): sent, ("backward", HEAD): sent} if sent else {}
-        return {**exchanged, **inner.traffic(_inner_problem(problem, options), options, index // ranks)}
+        behind = inner.traffic(_inner_problem(problem, options), options, index // ranks)
+        return {**exchange_bytes(problem, ranks), **behind}
 
     def choose(problem: Problem, options: Options) -> Choice:
         ranks = 1 if options.head_parallel is None else options.head_parallel
@@ -115,8 +114,8 @@ def _choose_usp(problem: Problem, options: Options) -> Choice:
         return _USP.choose(problem, options)
     sent = {
         ranks: sum(_USP.traffic(problem, replace(options, head_parallel=ranks), 0).values())
-        for ranks in range(2, problem.size + 1)
-        if problem.size % ranks == 0 and heads_do_not_divide(problem, ranks) is None
+        for ranks in divisors(problem.size)[1:]
+        if heads_do_not_divide(problem, ranks) is None
     }
     if not sent:
         raise ValueError(

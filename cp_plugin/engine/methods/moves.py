@@ -183,7 +183,7 @@ def groups_do_not_divide(problem: Problem, options: Options) -> str | None:
         return None
     return (
         f"{spelled('head_groups', groups)} does not divide the {problem.kv_heads} key/value heads of a rank: use one "
-        f"of {divisors(problem.kv_heads)}"
+        f"of {', '.join(map(str, divisors(problem.kv_heads)))}"
     )
 
 

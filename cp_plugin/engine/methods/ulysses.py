@@ -89,11 +89,11 @@ def heads_do_not_divide(problem: Problem, ranks: int, setting: str = "") -> str 
     )
 
 
-def ulysses_bytes(problem: Problem, ranks: int) -> int:
-    """Bytes of one pass's all-to-alls: of q, k, v and out, or of dout, dq, dk and dv."""
+def exchange_bytes(problem: Problem, ranks: int) -> Formula:
+    """Bytes of the all-to-alls among so many ranks: of q, k, v and out, or of dout, dq, dk and dv."""
     kv = problem.kv_bytes // problem.kv_heads * lcm(problem.kv_heads, ranks)
-    moved = problem.q_bytes + problem.out_bytes + kv
-    return moved * (ranks - 1) // ranks
+    sent = (problem.q_bytes + problem.out_bytes + kv) * (ranks - 1) // ranks
+    return {("forward", HEAD): sent, ("backward", HEAD): sent} if sent else {}
 
 
 def _axes(size: int, options: Options) -> dict[str, int]:
@@ -109,8 +109,7 @@ def _unsupported(problem: Problem, options: Options) -> str | None:
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
-    sent = ulysses_bytes(problem, problem.size)
-    return {("forward", HEAD): sent, ("backward", HEAD): sent} if sent else {}
+    return exchange_bytes(problem, problem.size)
 
 
 PROVIDERS = (

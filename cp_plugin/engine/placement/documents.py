@@ -114,10 +114,6 @@ class Placement:
         """Keys sent between ranks, each once: ``[receiver, sender]``."""
         return traffic(self.document, self.start, self.stop, self.rank, self.left, self.size)
 
-    def needs(self) -> Ints:
-        """Keys received by each rank: ``[size]``."""
-        return self.traffic().sum(1)
-
     @property
     def most(self) -> int:
         """Keys received or sent by the busiest rank, whichever is more."""

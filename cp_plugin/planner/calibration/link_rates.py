@@ -21,7 +21,7 @@ from torch import Tensor
 from cp_plugin.engine.comm import GroupMesh, Mesh, coordinates, flat_index, network_between
 from cp_plugin.engine.comm.every_rank import gather_hosts, gather_objects
 from cp_plugin.engine.core.dtypes import dtype_name
-from cp_plugin.engine.core.problem import neighbours_per_host
+from cp_plugin.engine.core.problem import Transport
 from cp_plugin.planner.calibration import kernel_rates
 from cp_plugin.planner.calibration.kernel_rates import fit
 from cp_plugin.planner.machine.events import Post
@@ -59,7 +59,7 @@ class Measured:
     def __init__(self, hosts: Sequence[str], device: torch.device, shown: Callable[[str], object]) -> None:
         """hosts: of every rank; ValueError unless all hold as many ranks, neighbouring ones."""
         self._device, self._shown = device, shown
-        size, self.per_node = len(hosts), neighbours_per_host(hosts)
+        size, self.per_node = len(hosts), Transport(hosts=tuple(hosts)).per_host
         if self.per_node * len(set(hosts)) != size:
             raise ValueError(
                 f"{size} ranks on {len(set(hosts))} hosts are not spread evenly, in consecutive blocks: start the same "

@@ -17,7 +17,7 @@ import third_party
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.engine.comm import TraceMesh
 from cp_plugin.engine.common.text import show_option
-from cp_plugin.engine.core.problem import describe_hosts, neighbours_per_host
+from cp_plugin.engine.core.problem import Transport, describe_hosts
 from cp_plugin.engine.core.spelling import flag_of, spell_as_arguments
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.methods.attention2d import grid_bytes
@@ -150,9 +150,7 @@ def test_two_rings_follow_the_hosts() -> None:
 
 
 def test_placement_in_words() -> None:
-    assert neighbours_per_host(("a", "a", "b", "b")) == 2
-    assert neighbours_per_host(("a", "b", "a", "b")) == 1
-    assert neighbours_per_host(()) == 1
+    assert [Transport(hosts=tuple(hosts)).per_host for hosts in ("aabb", "abab", "")] == [2, 1, 1]
     assert describe_hosts(("a", "a", "b")) == "ranks 0-1 on a, 2 on b"
     assert describe_hosts(()) == "the hosts of the ranks are unknown"
 

@@ -79,7 +79,7 @@ def test_work_and_traffic_match_the_mask(pack: tuple[list[int], int], left: int 
     lengths, size = pack
     placed = place(lengths, size, left=left)
     mask, total = make_mask(placed), sum(lengths)
-    assert placed.needs().tolist() == needs(placed.layout, mask, total, size)
+    assert placed.traffic().sum(1).tolist() == needs(placed.layout, mask, total, size)
     segments = [placed.layout.segments(total, size, rank) for rank in range(size)]
     everything = (range(total),)
     assert placed.work().tolist() == [sum(tile.pairs for tile in tiles(s, everything, mask)) for s in segments]
@@ -114,7 +114,7 @@ def test_packs_as_in_training(kind: str, size: int) -> None:
     for seed in range(16 if NIGHT else 3):
         placed = place(LENGTHS[kind].pack(16_384 * size, seed), size, per_host=8)
         assert placed.balance <= 1.05
-        most = placed.most if NIGHT else placed.needs().max()
+        most = placed.most if NIGHT else placed.traffic().sum(1).max()
         sent.append(most / (placed.seq_length - placed.seq_length // size))
     assert size < 64 or statistics.mean(sent) <= 0.15
 
@@ -205,7 +205,7 @@ def test_one_document(size: int, times: int, left: int | None) -> None:
     placed = place([total], size, left=left)
     assert placed.balance <= 1.05
     if left is None:
-        assert placed.needs().max() == total - total // size, "the rank with the last token sees all"
+        assert placed.traffic().sum(1).max() == total - total // size, "the rank with the last token sees all"
         assert all(len(placed.layout.segments(total, size, rank)) <= 2 for rank in range(size)), "as in zigzag"
 
 
@@ -213,7 +213,7 @@ def test_one_document(size: int, times: int, left: int | None) -> None:
 @quick
 def test_many_short_documents_stay_whole(size: int, length: int, each: int, left: int | None) -> None:
     placed = place([length] * (size * each), size, left=left)
-    assert not placed.needs().any()
+    assert not placed.traffic().sum(1).any()
     assert placed.balance == 1
 
 
@@ -221,7 +221,7 @@ def test_many_short_documents_stay_whole(size: int, length: int, each: int, left
 def test_senders_are_balanced(kind: str, size: int) -> None:
     """The head of a long document is spread, since all ranks with its tail need it."""
     placed = place(LENGTHS[kind].pack(4096 * size), size)
-    assert placed.traffic().sum(0).max() <= 1.1 * placed.needs().max()
+    assert placed.traffic().sum(0).max() <= 1.1 * placed.traffic().sum(1).max()
 
 
 def test_a_document_is_cut_within_a_host() -> None:
@@ -231,7 +231,9 @@ def test_a_document_is_cut_within_a_host() -> None:
         host = np.arange(8) // 4
         assert placed.traffic()[host[:, None] != host].sum() == 0
     alone = place([4096, 4096], 8)
-    assert sorted(alone.needs()) == sorted(place([4096, 4096], 8, per_host=4).needs()), "only the seats differ"
+    assert sorted(alone.traffic().sum(1)) == sorted(place([4096, 4096], 8, per_host=4).traffic().sum(1)), (
+        "only the seats differ"
+    )
 
 
 def test_less_traffic_across_hosts() -> None:
