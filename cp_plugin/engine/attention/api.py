@@ -19,14 +19,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.engine.attention import agreement, autocast, softmax
-from cp_plugin.engine.attention.inputs import (
-    UNSET,
-    Group,
-    check_numbers,
-    mask_of,
-    process_group,
-    typical_call,
-)
+from cp_plugin.engine.attention.inputs import UNSET, Group, check_numbers, mask_of, process_group, typical_call
 from cp_plugin.engine.attention.linear import LinearAttention
 from cp_plugin.engine.attention.recompute import to_be_repeated
 from cp_plugin.engine.attention.tokens import token_order

@@ -168,10 +168,7 @@ def without_peers(
 
 
 def call_through_autograd(
-    cp: ContextParallel,
-    shards: Inputs,
-    problem: Problem,
-    between: Callable[[], object] = lambda: None,
+    cp: ContextParallel, shards: Inputs, problem: Problem, between: Callable[[], object] = lambda: None
 ) -> tuple[Tensor, ...]:
     """out, dq, dk, dv and the gradients of a per-token decay and of beta, of this rank's shards.
 

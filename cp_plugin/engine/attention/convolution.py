@@ -35,12 +35,7 @@ told: list[tuple[Rows, Rows]] | None = None
 @eager
 @autocast.cast("x", "weight", "bias")
 def short_convolution(
-    cp: ContextParallel,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
+    cp: ContextParallel, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, cu_seqlens: Tensor | None = None
 ) -> Tensor:
     """A causal convolution of each channel over the whole sequence; every rank passes its shard. Collective.
 

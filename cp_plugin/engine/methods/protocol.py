@@ -151,12 +151,7 @@ def with_option(
         return refused(problem, options) or inner.unsupported(as_sent(problem, options), options)
 
     return replace(
-        inner,
-        options=(*inner.options, option),
-        build=build,
-        traffic=traffic,
-        choose=choose,
-        unsupported=unsupported,
+        inner, options=(*inner.options, option), build=build, traffic=traffic, choose=choose, unsupported=unsupported
     )
 
 

@@ -186,9 +186,7 @@ CALLS = {
     ),
     "linear_attention": Call(_linear_inputs, _linear, _linear_alone),
     "short_convolution": Call(
-        _convolution_inputs,
-        lambda cp, t, b, x: short_convolution(cp, **x, cu_seqlens=b.cu_seqlens),
-        _convolution_alone,
+        _convolution_inputs, lambda cp, t, b, x: short_convolution(cp, **x, cu_seqlens=b.cu_seqlens), _convolution_alone
     ),
     "shift": Call(_x, _shifted, _shifted_alone),
     "unshard": Call(_x, _resharded, lambda t, b, x: x["x"] * (1 + torch.arange(b.tokens)[:, None, None, None])),

@@ -100,11 +100,7 @@ CALLS: Mapping[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] 
     "shapes, by dtype": (softmax, {}, {"dtype": torch.float64}),
     "causal, linear": (linear, {}, {"causal": False}),
     "scale, linear": (linear, {}, {"scale": 0.5}),
-    "documents, linear": (
-        linear,
-        {"cu_seqlens": DOCUMENTS},
-        {"cu_seqlens": torch.tensor([0, 12, 32])},
-    ),
+    "documents, linear": (linear, {"cu_seqlens": DOCUMENTS}, {"cu_seqlens": torch.tensor([0, 12, 32])}),
     "shapes, convolution": (convolution, {}, {"width": 3}),
     "shapes, sink": (softmax, {}, {"sink": torch.zeros(4)}),
     "shapes, joined": (joining, {}, {"tokens": 12}),

@@ -75,9 +75,7 @@ def test_a_convolution() -> None:
 
 @pytest.mark.parametrize("cast_to", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool],
-    ids=str,
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool], ids=str
 )
 def test_moves_of_tokens_keep_every_dtype(dtype: torch.dtype, cast_to: torch.dtype | None) -> None:
     """torch's ``cat`` raises for tensors of another half precision than autocast's."""

@@ -83,12 +83,7 @@ def test_refused_before_anything_is_built(provider: str, size: int, options: dic
         ),
         ("attention2d", Problem(size=8, heads=8, kv_heads=2), {"head_groups": 4}, "does not divide the 2 key/value"),
         ("attention2d", Problem(size=8, heads=8, kv_heads=2), {"head_groups": 0}, "--cp-head-groups 0 does not divide"),
-        (
-            "ulysses",
-            Problem(size=8, heads=12, kv_heads=12),
-            {},
-            "12 query and 12 .* across 8 ranks.*multiple of 24",
-        ),
+        ("ulysses", Problem(size=8, heads=12, kv_heads=12), {}, "12 query and 12 .* across 8 ranks.*multiple of 24"),
         ("ring", Problem(size=8, heads=6, kv_heads=2), {"head_parallel": 4}, "--cp-head-parallel 4: 6 query and"),
     ],
 )
@@ -142,9 +137,7 @@ def test_two_rings_follow_the_hosts() -> None:
         .startswith("warning: --cp-intra-size 8 does not match the hosts: ranks 0-3")
     )
     behind = settle(
-        "burst",
-        Problem(size=8, heads=4, kv_heads=4).with_transport(hosts=tuple("aaaabbbb")),
-        Options(head_parallel=2),
+        "burst", Problem(size=8, heads=4, kv_heads=4).with_transport(hosts=tuple("aaaabbbb")), Options(head_parallel=2)
     )
     assert behind.options.intra_size == 2, "of the four ranks on a host, two have the same heads"
 
