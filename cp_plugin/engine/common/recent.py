@@ -10,11 +10,7 @@ class Recent[K: Hashable, V]:
     """LRU cache ``key -> value``."""
 
     def __init__(self, most: int, weight: Callable[[V], int] = lambda value: 1) -> None:
-        """
-        Args:
-            most: total weight to keep; the newest value is always kept.
-            weight: weight of a value, such as its bytes; default 1.
-        """
+        """most: total weight to keep, and the newest value in any case; weight: of a value, such as its bytes."""
         self._most, self._weight = most, weight
         self._found: dict[K, V] = {}
         self._total = 0

@@ -67,9 +67,7 @@ class Lasp2:
     def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
         """The state before each of this rank's segments (back: the gradient after it), shaped like ``states``.
 
-        Args:
-            states: what the segments add, ``[directions * segments * b, g, d, e]``.
-            through: what becomes of a state on its way through each, as ``Segment.through``.
+        states: what the segments add, ``[directions * segments * b, g, d, e]``; through: as ``Segment.through``.
         """
         gathering = self._gather(states, through)
 

@@ -145,9 +145,7 @@ def _owners_of(owners: Owners, rank: int) -> Owners:
 def _plan_distances(counts: Tensor, most: int) -> list[list[int]]:
     """Distances up the axis over which rows travel, by stage; the same on every rank.
 
-    Args:
-        counts: rows of each rank (column) that every rank (row) sees.
-        most: rows that a stage may bring a rank, unless one distance alone brings more.
+    counts: as ``Needs.counts``; most: rows that a stage may bring a rank, unless one distance alone brings more.
     """
     size = len(counts)
     stages: list[list[int]] = []
