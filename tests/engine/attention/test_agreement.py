@@ -143,7 +143,10 @@ def test_a_rank_with_other_settings_is_named(name: str, when: int, other: int) -
 
 BOUNDS = {"cu_seqlens": torch.tensor([4])}
 REFUSED: Mapping[str, tuple[Callable[..., None], dict[str, Any], str]] = {
-    "bounds": (softmax, BOUNDS, "cu_seqlens must increase"),
+    "bounds": (softmax, BOUNDS, "cu_seqlens must increase from 0 to the 32 tokens"),
+    "bounds of no document": (softmax, {"cu_seqlens": torch.tensor([], dtype=torch.int64)}, "must increase"),
+    "bounds of floats": (softmax, {"cu_seqlens": torch.tensor([0.0, 32.0])}, "cu_seqlens must be int32 or int64"),
+    "bounds of rows": (softmax, {"cu_seqlens": torch.tensor([[0, 32]])}, "cu_seqlens must be int32 or int64"),
     "bounds, linear": (linear, BOUNDS, "cu_seqlens must increase"),
     "bounds, convolution": (convolution, BOUNDS, "cu_seqlens must increase"),
     "bounds of no type": (softmax, {"cu_seqlens": [0, 32]}, "cu_seqlens must be a tensor"),

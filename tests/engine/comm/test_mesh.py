@@ -81,12 +81,14 @@ def test_verbs_move_what_they_say(on: Callable[..., list[Any]]) -> None:
         assert swapped == [[c + 3 * slow + i for c in column for i in range(3)]]
 
 
-def test_an_axis_of_one_moves_nothing() -> None:
-    mesh = TraceMesh({"cp": 1}, 0)
-    x = torch.ones(3)
-    for pending in (mesh.shift("cp", (x,)), mesh.all_gather("cp", (x,)), mesh.reduce_scatter("cp", (x,))):
-        assert pending.wait()[0] is x
-    assert mesh.all_to_all("cp", (x,)).wait()[0] is x
+def test_what_stays_is_neither_sent_nor_rounded() -> None:
+    """Along an axis of one rank, and in an exchange of a rank with itself."""
+    mesh, x = TraceMesh({"one": 1, "cp": 4}, 2), tuple(torch.ones(8, 1, 2, 4, dtype=t) for t in (None, torch.bfloat16))
+    for over in (mesh, PayloadMesh(mesh, 4), NarrowSums(mesh, torch.bfloat16)):
+        kept = [verb("one", x) for verb in (over.shift, over.all_gather, over.reduce_scatter, over.all_to_all)]
+        kept += [over.exchange(axis, x, to=2, source=2, group=sums(axis)) for axis in ("cp", WHOLE)]
+        for pending in (*kept, over.shift("one", x, group=sums("one")), over.exchange("cp", x, to=2, source=2)):
+            assert all(a is b for a, b in zip(pending.wait(), x, strict=True))
     assert mesh.ledger.entries() == []
 
 

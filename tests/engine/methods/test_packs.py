@@ -15,7 +15,6 @@ from cp_plugin import ContextParallel, Options
 from cp_plugin.engine.attention.packs import place_documents
 from cp_plugin.engine.attention.shift import shift
 from cp_plugin.engine.comm import Mesh, run_threads
-from cp_plugin.engine.core.mask import document_bounds
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.placement.documents import DOCUMENTS
 
@@ -88,23 +87,6 @@ def test_what_cannot_be_placed_is_refused() -> None:
         assert "'striped' does not run on the layout 'documents', only on striped" in striped
         assert "cu_seqlens must increase from 0" in falling
         assert "a pack of 9 tokens cannot be split evenly across 2" in uneven
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "said"),
-    [
-        (torch.tensor([0, 5, 24]), "0 to the 48 tokens"),
-        (torch.tensor([5, 48]), "0 to the 48 tokens"),
-        (torch.tensor([0, 30, 5, 48]), "must increase"),
-        (torch.tensor([0.0, 5.0, 48.0]), "int32 or int64"),
-        (torch.tensor([[0, 5, 48]]), "int32 or int64"),
-        (torch.tensor([], dtype=torch.int64), "must increase"),
-    ],
-)
-def test_bounds_that_are_none(cu_seqlens: torch.Tensor, said: str) -> None:
-    """Every public call reads them so: ``test_agreement``."""
-    with pytest.raises(ValueError, match=said):
-        document_bounds(cu_seqlens, 48)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
