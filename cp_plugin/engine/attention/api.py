@@ -237,7 +237,7 @@ class ContextParallel(LinearAttention):
     def kernel(
         self, problem: Problem, device: torch.device, scaling: Scaling | None = None, *, plans: bool = True
     ) -> BlockKernel:
-        """The kernel that the options choose; see ``blocks.choose``."""
+        """The kernel that the options choose; a trace of the planner records calls in its place."""
         return blocks.choose(self.options, problem, device, scaling, plans=plans).kernel
 
     def build_around(

@@ -38,12 +38,6 @@ class Recomputed[**P, R]:
             raise RuntimeError(f"recomputation left {len(self._results)} attention results unused: {_UNEQUAL}")
         return result
 
-    def take(self) -> Any:
-        """The next result, which is no longer kept."""
-        if not self._results:
-            raise RuntimeError(f"recomputation requested more attention results than were kept: {_UNEQUAL}")
-        return self._results.popleft()
-
 
 def once[T](compute: Callable[[], T]) -> T:
     """The result of ``compute``, which is not called in a recomputation.
@@ -53,7 +47,9 @@ def once[T](compute: Callable[[], T]) -> T:
     keepers = []
     for region in reversed(_regions()):
         if region.run == 2:
-            result: T = region.take()
+            if not region._results:
+                raise RuntimeError(f"recomputation requested more attention results than were kept: {_UNEQUAL}")
+            result: T = region._results.popleft()
             break
         keepers += [region] if region.run == 1 else []
     else:

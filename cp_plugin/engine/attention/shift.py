@@ -61,8 +61,14 @@ class _Shift(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, by: int, cp: ContextParallel, phase: str) -> Tensor:
         ctx.dim, ctx.by, ctx.cp = dim, by, cp
+        rows = x.movedim(dim, 0)
         with cp.mesh.ledger.phase(phase), autocast.off(x.device.type):
-            return _shifted(cp, x, dim, by)
+            messages = _plan(cp.layout, cp.numbers, cp.index, rows.size(0) * cp.size, by, x.device)
+            under_way = [cp.mesh.exchange(WHOLE, (rows[m.send],), to=m.to, source=m.source) for m in messages]
+            shifted = torch.zeros_like(rows, memory_format=torch.contiguous_format)
+            for message, pending in zip(messages, under_way, strict=True):
+                shifted[message.put] = pending.wait()[0][: len(message.put)]
+            return shifted.movedim(0, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,16 +84,6 @@ class _Message(NamedTuple):
     """Indices of the tokens to send, padded to the longest message of any rank."""
     put: Tensor
     """Destinations of the received tokens; the rest of the message is padding."""
-
-
-def _shifted(cp: ContextParallel, x: Tensor, dim: int, by: int) -> Tensor:
-    rows = x.movedim(dim, 0)
-    messages = _plan(cp.layout, cp.numbers, cp.index, rows.size(0) * cp.size, by, x.device)
-    under_way = [cp.mesh.exchange(WHOLE, (rows[m.send],), to=m.to, source=m.source) for m in messages]
-    shifted = torch.zeros_like(rows, memory_format=torch.contiguous_format)
-    for message, pending in zip(messages, under_way, strict=True):
-        shifted[message.put] = pending.wait()[0][: len(message.put)]
-    return shifted.movedim(0, dim).contiguous()
 
 
 @lru_cache(maxsize=32)

@@ -57,7 +57,7 @@ class Alarm:
 
         def talk() -> None:
             with contextlib.suppress(RuntimeError, OSError):
-                reports.append(self._told(story))
+                reports.append(self._tell(story))
 
         talking = background.start(talk, "cp_plugin_talk")  # on a cut link a call blocks until TCP gives up
         talking.join(1.5 * _ANSWER_S)
@@ -66,19 +66,12 @@ class Alarm:
         own = f"rank {self.rank} of {self.size} on {socket.gethostname()}: {story}"
         return f"{own}\n  no contact with the other ranks: rank 0, or the process that keeps the run's store, is gone"
 
-    def _told(self, story: str) -> str | None:
+    def _tell(self, story: str) -> str | None:
         self._store.set(f"said/{self.rank}", story)
         if self._store.add(_FIRST, 1) > 1:
             return None
         self._store.set(_TELLER, str(self.rank))
         self._store.set(_ALARM, story)
-        return self._report(story)
-
-    def signature(self, rank: int) -> str:
-        """``rank 1 of 4 on HOST``."""
-        return f"rank {rank} of {self.size} on {self._host(rank)}"
-
-    def _report(self, story: str) -> str:
         deadline = time.monotonic() + _ANSWER_S
         others = [rank for rank in range(self.size) if rank != self.rank]
         said: dict[int, str] = {}
@@ -88,6 +81,10 @@ class Alarm:
                     said[rank] = self._store.get(f"said/{rank}").decode()
             time.sleep(0.02)
         return report(self.signature(self.rank), story, said, {r: self._host(r) for r in others if r not in said})
+
+    def signature(self, rank: int) -> str:
+        """``rank 1 of 4 on HOST``."""
+        return f"rank {rank} of {self.size} on {self._host(rank)}"
 
     def _host(self, rank: int) -> str:
         known = self._store.check([f"host/{rank}"])

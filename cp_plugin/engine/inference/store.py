@@ -125,25 +125,20 @@ def attend(
     """
 
     def attend_in_blocks() -> fused.Parts:
-        out, lse = _attend(q, cache, held, positions, scores, window)
+        (t, b, h, d), n, wide = q.shape, len(held), accumulation_dtype(q.dtype)
+        block = max(1, ELEMENTS // (b * h * max(t, d)))
+        partials = [
+            Partial(*reference.attend(q.to(wide), *cache.get(i, j), _hidden(held[i:j], positions, window), scores))
+            for i, j in ((i, min(i + block, n)) for i in range(0, n, block))
+        ]
+        nothing = q.new_zeros((t, b, h, cache.v_head_dim), dtype=wide), q.new_full((t, b, h), -torch.inf, dtype=wide)
+        out, lse = merge_all(partials) or nothing
         return out.unsqueeze(0), lse.unsqueeze(0)
 
     left = -1 if window is None else window[0]
     cached = *cache.kept(len(held)), cache.v_head_dim, held
     parts = fused.decode(q, *cached, positions, scores.scale, left, scores.softcap, attend_in_blocks)
     return Partial(*fused.merge_parts(*parts))
-
-
-def _attend(q: Tensor, cache: Cache, held: Tensor, positions: Tensor, scores: Scores, window: Window | None) -> Partial:
-    t, b, h, d = q.shape
-    wide = accumulation_dtype(q.dtype)
-    block = max(1, ELEMENTS // (b * h * max(t, d)))
-    partials = [
-        Partial(*reference.attend(q.to(wide), *cache.get(i, j), _hidden(held[i:j], positions, window), scores))
-        for i, j in ((i, min(i + block, len(held))) for i in range(0, len(held), block))
-    ]
-    out = q.new_zeros((t, b, h, cache.v_head_dim), dtype=wide)
-    return merge_all(partials) or Partial(out, q.new_full((t, b, h), -torch.inf, dtype=wide))
 
 
 def _hidden(held: Tensor, positions: Tensor, window: Window | None) -> Tensor:
