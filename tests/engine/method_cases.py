@@ -38,11 +38,7 @@ SETTINGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "head axis of 2, then 2x2": ("attention2d", 8, {"head_parallel": 2, "grid": (2, 2)}),
     "head axis of 2, then 1x2": ("attention2d", 4, {"head_parallel": 2, "grid": (1, 2)}),
     "head axis of 4, then 2x2": ("attention2d", 16, {"head_parallel": 4, "grid": (2, 2)}),
-    "head axis of 2, then a grid on striped": (
-        "attention2d",
-        8,
-        {"head_parallel": 2, "layout": "striped", "grid": (2, 2)},
-    ),
+    "head axis of 2, a grid on striped": ("attention2d", 8, {"head_parallel": 2, "layout": "striped", "grid": (2, 2)}),
     "head axis of all": ("attention2d", 4, {"head_parallel": 4}),
     "hosts of 2": ("burst", 8, {"intra_size": 2}),
     "hosts of 4": ("burst", 8, {"intra_size": 4, "layout": "striped"}),

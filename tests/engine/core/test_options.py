@@ -170,10 +170,7 @@ def fresh_registry() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (
-            "from cp_plugin.engine.methods.ring import STRIPED as THIRD",
-            "two context-parallel providers are called 'striped'",
-        ),
+        ("from cp_plugin.engine.methods.ring import STRIPED as THIRD", "two context-.* providers are called 'striped'"),
         ("THIRD = 'a ring'", "'third'.* is not a cp_plugin Provider"),
     ],
 )

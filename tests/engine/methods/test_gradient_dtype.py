@@ -16,7 +16,6 @@ from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.engine.comm import WHOLE, Mesh, Pending, run_threads, sums
 from cp_plugin.engine.comm.payload import PayloadMesh
 from cp_plugin.engine.core.dtypes import dtype_name
-from cp_plugin.engine.methods import gradient_dtype
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.methods.gradient_dtype import NarrowSums
 from cp_plugin.planner.trace.memory import peaks
@@ -174,35 +173,24 @@ def test_plain_torch_keeps_float32_unless_told() -> None:
         assert chosen == [want] * 8
 
 
-class _Packed(NarrowSums):
-    """Planted fault: sums go through the mesh that packs payloads, and are rounded to e4m3."""
-
-    def exchange(self, axis: str, tensors: Any, *, to: int, source: int, group: str = "") -> Pending:
-        if group != sums(axis):
-            return super().exchange(axis, tensors, to=to, source=source, group=group)
-        return self._widened(self._mesh.exchange(axis, self._narrow(tensors), to=to, source=source, group=group))
+def packed(self: NarrowSums, axis: str, tensors: Any, *, group: str = "", **ends: int) -> Pending:
+    over = self._narrow(tensors) if group == sums(axis) else tensors
+    arriving = self._mesh.exchange(axis, over, group=group, **ends)
+    return self._widened(arriving) if group == sums(axis) else arriving
 
 
-class _Kept(NarrowSums):
-    """Planted fault: what arrives stays in the model's dtype, and may be summed in it."""
-
-    def _widened(self, pending: Pending) -> Pending:
-        return pending
-
-
-class _Wide(NarrowSums):
-    """Planted fault: nothing is rounded."""
-
-    def _narrow(self, tensors: Any) -> list[Tensor]:
-        return list(tensors)
+FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "sums go through the mesh that packs payloads, and are rounded to e4m3": ("exchange", packed),
+    "what arrives stays in the model's dtype": ("_widened", lambda self, pending: pending),
+    "nothing is rounded": ("_narrow", lambda self, tensors: list(tensors)),
+}
 
 
-@pytest.mark.parametrize("fault", [_Packed, _Kept, _Wide])
-def test_planted_faults(fault: type[NarrowSums], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_dtype, "NarrowSums", fault)
-    monkeypatch.setitem(globals(), "NarrowSums", fault)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NarrowSums, *FAULTS[fault])
     with pytest.raises((AssertionError, RuntimeError)):
         test_only_sums_are_rounded_once_per_message(torch.bfloat16, True)
-    if fault is not _Kept:  # which has the right bytes
+    if "stays" not in fault:  # which has the right bytes
         with pytest.raises(AssertionError):
             count_on_the_wire(setup_of("ring on zigzag", fp8="comm", **MODEL))

@@ -52,9 +52,8 @@ def test_each_pack_has_a_layout_of_its_own() -> None:
     def rank(mesh: Mesh) -> None:
         cp = ContextParallel("needed", mesh=mesh, layout="documents")
         first, second = (place_documents(cp, torch.tensor(bounds)) for bounds in (BOUNDS, (0, 100, 192)))
-        assert first.layout != second.layout and first.segments(192, lambda _: (0,)) != second.segments(
-            192, lambda _: (0,)
-        )
+        segments, others = (pack.segments(192, lambda _: (0,)) for pack in (first, second))
+        assert first.layout != second.layout and segments != others
         assert place_documents(cp, CU_SEQLENS) is first, "with its plans"
         with pytest.raises(ValueError, match="for 192 tokens on 4 context-parallel ranks, not for 96 on 4"):
             first.shard(torch.zeros(96))

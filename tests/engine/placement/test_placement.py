@@ -224,12 +224,15 @@ def test_senders_are_balanced(kind: str, size: int) -> None:
     assert placed.traffic().sum(0).max() <= 1.1 * placed.traffic().sum(1).max()
 
 
+def count_across_hosts(placed: Placement, per_host: int) -> int:
+    host = np.arange(placed.size) // per_host
+    return int(placed.traffic()[host[:, None] != host].sum())
+
+
 def test_a_document_is_cut_within_a_host() -> None:
     """Two documents over four ranks each, or four over two; four ranks per host."""
     for lengths in ([4096, 4096], [2048] * 4):
-        placed = place(lengths, 8, per_host=4)
-        host = np.arange(8) // 4
-        assert placed.traffic()[host[:, None] != host].sum() == 0
+        assert count_across_hosts(place(lengths, 8, per_host=4), 4) == 0
     alone = place([4096, 4096], 8)
     assert sorted(alone.traffic().sum(1)) == sorted(place([4096, 4096], 8, per_host=4).traffic().sum(1)), (
         "only the seats differ"
@@ -239,12 +242,7 @@ def test_a_document_is_cut_within_a_host() -> None:
 def test_less_traffic_across_hosts() -> None:
     lengths = np.random.default_rng(0).lognormal(7.5, 1.2, 100).astype(int).tolist()
     lengths.append(-sum(lengths) % 32 + 32)
-
-    def count_across_hosts(placed: Placement) -> int:
-        host = np.arange(32) // 8
-        return int(placed.traffic()[host[:, None] != host].sum())
-
-    assert count_across_hosts(place(lengths, 32, per_host=8)) < 0.9 * count_across_hosts(place(lengths, 32))
+    assert count_across_hosts(place(lengths, 32, per_host=8), 8) < 0.9 * count_across_hosts(place(lengths, 32), 8)
 
 
 def test_bad_input_is_refused_with_the_fix() -> None:
