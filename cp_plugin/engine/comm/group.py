@@ -70,8 +70,7 @@ class GroupMesh(Mesh):
                 for axes of size 1. Further groups as named by ``axis_groups``.
             index: this rank's number in the context-parallel group.
 
-        Raises:
-            ValueError: if a group is missing or disagrees with its axis.
+        ValueError if a group is missing or disagrees with its axis.
         """
         super().__init__(axes, index, ledger)
         for name, n in self.axes.items():

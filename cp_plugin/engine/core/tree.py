@@ -36,10 +36,7 @@ class Tree:
     """The node that each node continues, -1 for a root. Omitted: all roots, that is, packed documents."""
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: for a negative length, no tokens at all, a missing parent, or an order other than depth-first.
-        """
+        """ValueError for a negative length, no tokens at all, a missing parent, or an order other than depth-first."""
         lengths = tuple(map(int, self.lengths))
         parents = tuple(map(int, self.parents)) or (ROOT,) * len(lengths)
         object.__setattr__(self, "lengths", lengths)

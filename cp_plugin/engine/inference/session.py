@@ -86,9 +86,7 @@ class Session:
     def prefill(self, tokens: int) -> Iterator[Chunk]:
         """Inside the block, ``attend`` takes this rank's part of the prompt's next ``tokens``, in ``cp``'s layout.
 
-        Raises:
-            ValueError: for a length that the layout cannot divide, or after ``close``.
-            CacheFullError: if they do not fit.
+        ValueError for a length that the layout cannot divide, or after ``close``; CacheFullError if they do not fit.
         """
         chunk = self.slots.chunk(
             tokens, lambda rank: self.cp.layout.segments(tokens, self.cp.size, self.cp.numbers[rank])
@@ -104,9 +102,7 @@ class Session:
     def decode(self, tokens: int = 1) -> Iterator[Dealt]:
         """Inside the block, ``attend`` takes the next ``tokens`` of each sequence, the same on every rank.
 
-        Raises:
-            ValueError: before ``close``.
-            CacheFullError: if they do not fit.
+        ValueError before ``close``; CacheFullError if they do not fit.
         """
         dealt = self.slots.deal(tokens)
         with self._running(dealt), self.mesh.ledger.phase("decode"):
