@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -81,27 +82,20 @@ def test_a_group_with_silent_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_nccl_group_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch writes each group's name and timeout into the options it is given, and keeps them."""
-
-    class Group(NamedTuple):
-        ranks: list[int]
-
-        def size(self) -> int:
-            return len(self.ranks)
-
-        def rank(self) -> int:
-            return 0
-
     options = []
 
-    def new_group(ranks: list[int], *, pg_options: dist.ProcessGroupNCCL.Options, **unused: object) -> Group:
+    def stand_in(ranks: list[int]) -> Any:
+        return SimpleNamespace(ranks=ranks, size=lambda: len(ranks), rank=lambda: 0)
+
+    def new_group(ranks: list[int], *, pg_options: dist.ProcessGroupNCCL.Options, **unused: object) -> Any:
         options.append(pg_options)
-        return Group(ranks)
+        return stand_in(ranks)
 
     torchs = {"get_backend": lambda group: "nccl", "get_rank": lambda: 0, "new_group": new_group}
     for name, function in torchs.items() | {("get_process_group_ranks", lambda group: group.ranks)}:
         monkeypatch.setattr(dist, name, function)
     monkeypatch.setattr(group, "connect", lambda groups, **_: None)
-    GroupMesh.from_group(AXES, Group([0, 1, 2, 3, 4, 5]), (WHOLE, sums("fast")))  # type: ignore[arg-type]
+    GroupMesh.from_group(AXES, stand_in([0, 1, 2, 3, 4, 5]), (WHOLE, sums("fast")))
     assert len(options) == len(set(map(id, options))) == 3
     assert all(one.is_high_priority_stream for one in options)
 
