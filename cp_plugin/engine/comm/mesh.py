@@ -89,11 +89,11 @@ def sums(axis: str) -> str:
 class Pending[T]:
     """Communication under way, of tensors or of a value made of them. ``wait`` may be called again."""
 
-    __slots__ = ("_finish", "_found")
+    __slots__ = ("_finish", "_received")
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish: Callable[[], T] | None = finish
-        self._found: T
+        self._received: T
 
     @classmethod
     def done(cls, kept: T) -> Pending[T]:
@@ -107,8 +107,8 @@ class Pending[T]:
     def wait(self) -> T:
         """Block (on CUDA: make the current stream wait) until the received tensors are valid, and return them."""
         if self._finish is not None:
-            self._found, self._finish = self._finish(), None
-        return self._found
+            self._received, self._finish = self._finish(), None
+        return self._received
 
 
 class Mesh(ABC):

@@ -80,7 +80,7 @@ class Delayed(Scaling):
         self.history = torch.zeros(length, len(ROLES))
         """Largest elements, float32 ``[length, roles]``, newest step first; 0: none."""
         self._known = torch.zeros(len(ROLES))
-        self._found: dict[str, Tensor] = {}
+        self._recorded: dict[str, Tensor] = {}
 
     def scale(self, role: str, largest: Tensor, dtype: torch.dtype) -> Tensor:
         if role not in self.roles:
@@ -92,12 +92,12 @@ class Delayed(Scaling):
 
     def record(self, role: str, largest: Tensor) -> None:
         finite = torch.where(largest.isfinite(), largest.float(), 0.0).amax()
-        before = self._found.get(role)
-        self._found[role] = finite if before is None else torch.maximum(before, finite)
+        before = self._recorded.get(role)
+        self._recorded[role] = finite if before is None else torch.maximum(before, finite)
 
     def update(self, group: dist.ProcessGroup | None = None) -> None:
         """Finish a step: scale the next one by what was recorded, on all ranks of the group; collective."""
-        recorded = next(iter(self._found.values()), self._known)
+        recorded = next(iter(self._recorded.values()), self._known)
         update([self], group, recorded.device)
 
     def load(self, history: Tensor) -> None:
@@ -109,7 +109,7 @@ class Delayed(Scaling):
     def take(self, device: torch.device) -> Tensor:
         """Return and clear what was recorded: float32 ``[roles]``."""
         nothing = torch.zeros((), device=device)
-        recorded, self._found = torch.stack([self._found.get(role, nothing) for role in ROLES]), {}
+        recorded, self._recorded = torch.stack([self._recorded.get(role, nothing) for role in ROLES]), {}
         return recorded
 
 

@@ -248,7 +248,7 @@ def test_ranks_agree_on_scales() -> None:
         generator, scaled = torch.Generator().manual_seed(index), Delayed(2)
         q, k, v = (torch.randn(16, 1, 2, 16, generator=generator).bfloat16().requires_grad_() for _ in range(3))
         cp.attention(q * (100 if index == 2 else 1), k, v, scaling=scaled).sum().backward()
-        mine = scaled._found["q"].item()
+        mine = scaled._recorded["q"].item()
         scaled.update(dist.group.WORLD)
         return [mine, scaled.scale("q", torch.ones(()), E4M3).item()], scaled.history
 

@@ -121,15 +121,15 @@ def test_recent_keeps_the_last_used() -> None:
     recent: Recent[str, str] = Recent(3)
     for key in "abcad":
         recent.get(key, lambda key=key: key.upper())
-    assert list(recent._found) == ["c", "a", "d"]
+    assert list(recent._kept) == ["c", "a", "d"]
     by_size: Recent[int, bytes] = Recent(100, len)
     for i in range(10):
         by_size.get(i, lambda: bytes(30))
     assert len(by_size) == 3
     by_size.get(99, lambda: bytes(500))
-    assert list(by_size._found) == [99], "one that is too large is kept alone"
+    assert list(by_size._kept) == [99], "one that is too large is kept alone"
     by_size.get(1, lambda: bytes(30))
-    assert list(by_size._found) == [1]
+    assert list(by_size._kept) == [1]
 
 
 def test_recent_is_thread_safe() -> None:
