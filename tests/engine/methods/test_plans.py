@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -132,20 +134,17 @@ def test_recent_keeps_the_last_used() -> None:
     assert list(by_size._kept) == [1]
 
 
-def test_recent_is_thread_safe() -> None:
-    recent, wrong = Recent(50), []
+def test_recent_is_thread_safe(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+    recent: Recent[int, int] = Recent(3)
 
-    def ask() -> None:
-        for i in range(3000):
-            if recent.get(i % 97, lambda i=i: i % 97) != i % 97:
-                wrong.append(i)
+    def find_wrong(thread: int) -> list[int]:
+        return [i for i in range(9000) if recent.get(i % 5, lambda i=i: i % 5) != i % 5]
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and len(recent) == recent._total == 50
+    with ThreadPoolExecutor(4) as pool:
+        assert not any(pool.map(find_wrong, range(4)))
+    assert len(recent) == recent._total == 3
 
 
 def test_tables_of_positions_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
