@@ -18,9 +18,9 @@ from cp_kernels.checks import check
 from cp_kernels.parts import (
     LOG2_E,
     Parts,
-    at_the_ends,
     capped,
     held,
+    index_ends,
     load_rows,
     passed,
     product,
@@ -53,15 +53,14 @@ def backward(
         delta: ``rowsum(dout * out)`` of each query, ``[s, b, h]``, float32.
         q, k, v, rows, keys, view, scale, softcap: as in the forward.
 
-    Raises:
-        ValueError: for tensors that do not fit together or that the kernels do not support.
+    ValueError for tensors that do not fit together or that the kernels do not support.
     """
     check(q, k, v, rows, keys, dout)
     (s, b, h, d), (t, _, g, e) = q.shape, v.shape
     dq = torch.empty((s, b, h, d), dtype=q.dtype, device=q.device)
     dk = torch.empty((t, b, g, d), dtype=k.dtype, device=k.device)
     dv = torch.empty((t, b, g, e), dtype=v.dtype, device=v.device)
-    (d0, d1), (e0, e1) = Parts.of(d), Parts.of(e)
+    (d0, d1), (e0, e1) = Parts.split(d), Parts.split(e)
     records = torch.empty((b, h, s, 2), dtype=torch.float32, device=q.device)  # written by _dq
     common = (q, k, v, dout, *(n for x in (q, k, v, dout) for n in x.stride()[:3]))
     common += (records, *records.stride()[:2], scale, h // g)
@@ -125,7 +124,7 @@ def _dq(
                 *(first, last, position, step, False, D, D0, D1, E, E0, E1, N, CAP, PRECISION),
             )
         for number in range(0, inner - begin + end - edge, N):
-            start = at_the_ends(number, begin, inner, edge)
+            start = index_ends(number, begin, inner, edge)
             acc0, acc1 = _add_dq(
                 *(acc0, acc1, q0, q1, do0, do1, lses, deltas, k_run, v_run, k_s, v_s, scale, start, end),
                 *(first, last, position, step, True, D, D0, D1, E, E0, E1, N, CAP, PRECISION),
@@ -198,7 +197,7 @@ def _dkv(
                 *(D, D0, D1, E, E0, E1, M, WIDTH, CAP, PRECISION),
             )
         for number in range(0, inner - begin + end - edge, M):
-            start = at_the_ends(number, begin, inner, edge)
+            start = index_ends(number, begin, inner, edge)
             dk0, dk1, dv0, dv1 = _add_dkv(
                 *(dk0, dk1, dv0, dv1, k0, k1, v0, v1, q_run, dout_run, records_run, q_s, dout_s),
                 *(scale, start, end, first, last, position, step, True),
@@ -229,7 +228,7 @@ def _add_dkv(
     q1 = load_rows(q, rows, q_s, there, D0, D1, D) if D1 > 0 else q0
     do0 = load_rows(dout, rows, dout_s, there, 0, E0, E)
     do1 = load_rows(dout, rows, dout_s, there, E0, E1, E) if E1 > 0 else do0
-    lses, deltas = _of_records(records, rows, there, WIDTH)
+    lses, deltas = _load_records(records, rows, there, WIDTH)
     s, tangent = capped(scores(k0, k1, q0, q1, PRECISION, D1 > 0), scale, CAP)
     p = tl.exp2(s - lses[None, :])
     if MASKED:
@@ -249,7 +248,7 @@ def _add_dkv(
 
 
 @triton.jit
-def _of_records(records, rows, there, WIDTH: tl.constexpr):
+def _load_records(records, rows, there, WIDTH: tl.constexpr):
     """lse (base 2) and delta of rows. A record is loaded ``WIDTH / 2`` times: a load with fewer elements than the
     program has threads is repeated by every warp, an element at a time, in the layout of the scores.
     """

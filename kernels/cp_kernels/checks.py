@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cp_kernels.offsets import check_dense, check_rows_apart
+from cp_kernels.offsets import check_dense, check_like, check_rows_apart
 from cp_kernels.visible import Runs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -19,8 +19,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, rows: Runs, keys: Runs, dout: Tensor 
     named = {"q": q, "k": k, "v": v} | ({} if dout is None else {"dout": dout})
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
     if any(x.dtype != q.dtype or x.device != q.device for x in named.values()):
-        found = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in named.items())
-        raise ValueError(f"the tensors must share one dtype and one device: {found}")
+        kinds = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in named.items())
+        raise ValueError(f"the tensors must share one dtype and one device: {kinds}")
     if q.dtype not in DTYPES:
         raise ValueError(f"the kernels take bfloat16, float16 and float32, not {q.dtype}")
     (s, b, h, d), (t, g, e) = q.shape, (k.size(0), k.size(2), v.size(3))
@@ -44,11 +44,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, rows: Runs, keys: Runs, dout: Tensor 
 
 def check_sums(out: Tensor, lse: Tensor, q: Tensor, v: Tensor) -> None:
     """ValueError for a running out and lse that cannot be updated in place."""
-    shapes = (*q.shape[:3], v.size(3)), tuple(q.shape[:3])
-    for name, x, shape in zip(("out", "lse"), (out, lse), shapes, strict=True):
-        if tuple(x.shape) != shape or x.dtype != torch.float32 or x.device != q.device:
-            raise ValueError(
-                f"the running {name} must be float32 {shape} on {q.device}, got {x.dtype} {tuple(x.shape)} {x.device}"
-            )
-        check_rows_apart(**{name: x})
+    check_like("the running out", out, q, (*q.shape[:3], v.size(3)), torch.float32)
+    check_like("the running lse", lse, q, q.shape[:3], torch.float32)
+    check_rows_apart(out=out, lse=lse)
     check_dense(out=out)

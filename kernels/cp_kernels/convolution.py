@@ -37,8 +37,7 @@ def convolve(x: Tensor, halo: Tensor, places: Tensor, weight: Tensor, bias: Tens
         weight: ``[c, w]``; its last column is for the token itself.
         bias: ``[c]``; None: none.
 
-    Raises:
-        ValueError: for tensors that do not fit together, or of other dtypes.
+    ValueError for tensors that do not fit together, or of other dtypes.
     """
     _check(x, places, weight, halo=halo, bias=bias)
     s, b, c = x.shape
@@ -67,8 +66,7 @@ def convolve_back(
         returned: ``[m, b, c]``: gradients of rows of x, found by other ranks; None: none.
         home: int32 ``[k, n]``: up to k rows of ``returned`` that belong to each row; -1: none.
 
-    Raises:
-        ValueError: for tensors that do not fit together, or of other dtypes.
+    ValueError for tensors that do not fit together, or of other dtypes.
     """
     _check(x, after, weight, dout=dout, returned=returned)
     n, b, c = x.shape
@@ -101,18 +99,18 @@ def _sizes(x: Tensor, weight: Tensor, *reached: Tensor) -> dict[str, object]:
 
 
 def _check(x: Tensor, table: Tensor, weight: Tensor, **others: Tensor | None) -> None:
-    found = {"x": x, "weight": weight} | {name: t for name, t in others.items() if t is not None}
-    shapes = ", ".join(f"{name} {t.dtype} {tuple(t.shape)} on {t.device}" for name, t in found.items())
-    rows = [t for name, t in found.items() if name not in ("weight", "bias")]
+    named = {"x": x, "weight": weight} | {name: t for name, t in others.items() if t is not None}
+    shapes = ", ".join(f"{name} {t.dtype} {tuple(t.shape)} on {t.device}" for name, t in named.items())
+    rows = [t for name, t in named.items() if name not in ("weight", "bias")]
     if x.dim() != 3 or any(t.dtype != x.dtype or t.dtype not in DTYPES or t.shape[1:] != x.shape[1:] for t in rows):
         raise ValueError(f"rows must be [s, b, c] of one dtype in {DTYPES}: got {shapes}")
-    if weight.dim() != 2 or weight.size(0) != x.size(2) or ("bias" in found and found["bias"].shape != x.shape[2:]):
+    if weight.dim() != 2 or weight.size(0) != x.size(2) or ("bias" in named and named["bias"].shape != x.shape[2:]):
         raise ValueError(f"weight and bias must be [c, w] and [c]: got {shapes}")
-    if any(t.device != x.device for t in found.values()):
+    if any(t.device != x.device for t in named.values()):
         raise ValueError(f"the tensors must be on one device: got {shapes}")
     if table.shape != (weight.size(1), x.size(0)) or table.dtype != torch.int32 or table.stride(1) > 1:
         raise ValueError(f"a table must be int32 [w, rows], got {table.dtype} {tuple(table.shape)} beside {shapes}")
-    check_dense(**{name: t for name, t in found.items() if name != "weight"})
+    check_dense(**{name: t for name, t in named.items() if name != "weight"})
 
 
 @triton.jit
@@ -124,9 +122,9 @@ def _forward_kernel(
     row, known, token, of_batch = _rows(tl.program_id(0).to(INDEX) * ROWS, s, b, ROWS)
     column, inside, taps = _columns(weight, weight_strides, c, W, TAPS, COLUMNS, SUM, INDEX)
     place = _places(places, s, token, known, W, TAPS, INDEX)
-    here = x + place * x_strides[0] + of_batch[None, :] * x_strides[1]
+    own = x + place * x_strides[0] + of_batch[None, :] * x_strides[1]
     there = halo + ((place - s) * b + of_batch[None, :]) * c
-    at = tl.where(place < s, here, there)[:, :, None] + column[None, None, :]
+    at = tl.where(place < s, own, there)[:, :, None] + column[None, None, :]
     number = read(at, (place >= 0)[:, :, None] & inside[None, None, :], SUM)
     total = tl.sum(number * taps[:, None, :], 0)
     if BIAS:

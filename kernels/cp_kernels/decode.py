@@ -18,7 +18,7 @@ from torch import Tensor
 from cp_kernels.checks import DTYPES
 from cp_kernels.codes import converts
 from cp_kernels.codes import decode as decoded
-from cp_kernels.offsets import check_dense
+from cp_kernels.offsets import check_dense, check_like
 from cp_kernels.parts import LN_2, Parts, capped, load_rows, product, scores, store_rows
 from cp_kernels.sizes import decode_sizes, precision
 
@@ -66,8 +66,7 @@ def decode(
         outs ``[parts, t, b, h, e]`` and lses ``[parts, t, b, h]`` in float32; 0 and -inf where a part has no key for a
         query. The division depends on shapes alone.
 
-    Raises:
-        ValueError: for tensors that do not fit together or that the kernel does not support.
+    ValueError for tensors that do not fit together or that the kernel does not support.
     """
     _check(q, keys, values, v_head_dim, held, positions)
     (k, k_exponents), (v, v_exponents) = keys, keys if values is None else values
@@ -77,7 +76,7 @@ def decode(
     parts, slots = parts_of(n, blocks * b * g, sizes.keys)
     outs = torch.empty((parts, t, b, h, e), dtype=torch.float32, device=q.device)
     lses = torch.empty((parts, t, b, h), dtype=torch.float32, device=q.device)
-    (d0, d1), (e0, e1) = Parts.of(d), Parts.of(e)
+    (d0, d1), (e0, e1) = Parts.split(d), Parts.split(e)
     _decode[(blocks * b * g, parts)](
         *(q, k, v, k_exponents, v_exponents, held, positions, outs, lses),
         *(n, slots, scale, LAST if left == -1 else left, t, b, g, h // g),
@@ -124,24 +123,16 @@ def _check(q: Tensor, keys: CachedRows, values: CachedRows | None, e: int, held:
         raise ValueError(f"{h} query heads are not a multiple of {g} key/value heads")
     check_dense(q=q)
     for name, ((rows, exponents), size) in kept.items():
-        dtype = q.dtype if exponents is None else torch.uint8
-        if rows.shape != (n, b, g, size) or rows.dtype != dtype or rows.device != q.device:
-            raise ValueError(
-                f"{name} must be {dtype} {(n, b, g, size)} on {q.device}, got {rows.dtype} {tuple(rows.shape)} on "
-                f"{rows.device}"
-            )
+        check_like(name, rows, q, (n, b, g, size), q.dtype if exponents is None else torch.uint8)
         check_dense(**{name: rows})
-        if exponents is not None and (
-            exponents.shape != (n, b, g) or exponents.dtype != torch.uint8 or not exponents.is_contiguous()
-        ):
-            raise ValueError(f"exponents of {name} must be uint8 {(n, b, g)}, contiguous, got {exponents.dtype}")
+        if exponents is not None:
+            check_like(f"exponents of {name}", exponents, q, (n, b, g), torch.uint8)
+            if not exponents.is_contiguous():
+                raise ValueError(f"exponents of {name} must be contiguous, got strides {exponents.stride()}")
     if values is not None and (values[1] is None) != (keys[1] is None):
         raise ValueError("keys and values must both be packed, or neither")
-    for name, x, shape in (("held", held, (n, b)), ("positions", positions, (t, b))):
-        if tuple(x.shape) != shape or x.dtype != torch.int32 or x.device != q.device:
-            raise ValueError(
-                f"{name} must be int32 {shape} on {q.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
-            )
+    check_like("held", held, q, (n, b), torch.int32)
+    check_like("positions", positions, q, (t, b), torch.int32)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -163,9 +154,9 @@ def _decode(
     at = tl.load(positions + token * positions_t + sequence * positions_b, mask=there, other=-1)
     first = tl.where(there, at - left, 2147483647)
     low, high = tl.min(first, 0), tl.max(at, 0)
-    asked = token * q_t + sequence * q_b + head * q_h
-    q0 = load_rows(q, asked, 1, there, 0, D0, D)
-    q1 = load_rows(q, asked, 1, there, D0, D1, D) if D1 > 0 else q0
+    query = token * q_t + sequence * q_b + head * q_h
+    q0 = load_rows(q, query, 1, there, 0, D0, D)
+    q1 = load_rows(q, query, 1, there, D0, D1, D) if D1 > 0 else q0
     held += sequence * held_b
     k += sequence * k_b + group.to(tl.int64) * k_g
     v += sequence * v_b + group.to(tl.int64) * v_g
@@ -213,14 +204,14 @@ def _kept(
     PACKED: tl.constexpr, LARGEST: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Columns of cached rows as numbers; 0 for unused slots and beyond the last column."""
-    found = load_rows(base, slot, stride, used, FROM, WIDTH, SIZE)
+    stored = load_rows(base, slot, stride, used, FROM, WIDTH, SIZE)
     if PACKED:
         up = (tl.load(exponents + of_rows, mask=used, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        number = decoded(found, 3, HARDWARE) * up[:, None]
+        number = decoded(stored, 3, HARDWARE) * up[:, None]
         number = tl.where(number > LARGEST, LARGEST, tl.where(number < -LARGEST, -LARGEST, number))
         return number.to(DTYPE)
     else:
-        return found
+        return stored
 
 
 @triton.jit(do_not_specialize=["parts"])

@@ -27,40 +27,28 @@ MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 def extents(tensors: Sequence[Tensor]) -> Tensor:
     """Largest absolute value and largest row norm of each tensor, float32 ``[tensors, 2]``.
 
-    Args:
-        tensors: ``[s, b, h, d]`` in bfloat16, float16 or float32, any strides, on one device.
-
-    Raises:
-        ValueError: for another dtype or shape.
+    tensors: ``[s, b, h, d]`` in bfloat16, float16 or float32, any strides, on one device; ValueError for others.
     """
-    found = torch.zeros((len(tensors), 2), dtype=torch.float32, device=tensors[0].device)
-    for x, into in zip(tensors, found.view(torch.int32), strict=True):
+    maxima = torch.zeros((len(tensors), 2), dtype=torch.float32, device=tensors[0].device)
+    for x, into in zip(tensors, maxima.view(torch.int32), strict=True):
         _check(x)
         if x.numel():
             programs, rows, sizes = blocks(x)
             _extents_kernel[(programs,)](bits(x), into, x.stride(), rows, *x.shape[1:3], **sizes)
-    found[:, 1].sqrt_()
-    return found
+    maxima[:, 1].sqrt_()
+    return maxima
 
 
 def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``x * scale`` of ``[s, b, h, d]``, any strides, in float8, contiguous; the scale is a float32 scalar on its
-    device.
-
-    Raises:
-        ValueError: for another dtype or shape.
-    """
+    device. ValueError for another dtype or shape."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     _round(x, scale, dtype, out.view(torch.uint8), back=False)
     return out
 
 
 def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``quantize(x)`` divided by the scale, in the dtype of x, contiguous.
-
-    Raises:
-        ValueError: for another dtype or shape.
-    """
+    """``quantize(x)`` divided by the scale, in the dtype of x, contiguous; ValueError as there."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _round(x, scale, dtype, out, back=True)
     return out
@@ -119,7 +107,7 @@ def _round_kernel(
     code = tl.where(number == number, encode(number, MANTISSA, HARDWARE), 0x7F).to(tl.uint8)
     there = out + row[:, None] * D + column
     if BACK:
-        found = tl.div_rn(decode(code, MANTISSA, HARDWARE), by)
-        tl.store(there, found.to(out.dtype.element_ty), mask=inside)
+        back = tl.div_rn(decode(code, MANTISSA, HARDWARE), by)
+        tl.store(there, back.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(there, code, mask=inside)

@@ -17,9 +17,9 @@ from cp_kernels.parts import (
     LN_2,
     LOG2_E,
     Parts,
-    at_the_ends,
     capped,
     held,
+    index_ends,
     load_rows,
     passed,
     product,
@@ -57,8 +57,7 @@ def forward(
         out ``[s, b, h, e]`` in q's dtype, or ``onto``'s; lse ``[s, b, h]`` in float32. Rows that see no key have out 0
         and lse -inf.
 
-    Raises:
-        ValueError: for tensors that do not fit together or that the kernels do not support.
+    ValueError for tensors that do not fit together or that the kernels do not support.
     """
     check(q, k, v, rows, keys)
     (s, b, h, d), (g, e) = q.shape, v.shape[2:]
@@ -71,7 +70,7 @@ def forward(
     sizes = forward_sizes(d, e, q.dtype, gpu(q.device))
     queries = side(rows, view, sizes.queries, q.device)
     runs = table(keys, q.device)
-    (d0, d1), (e0, e1) = Parts.of(d), Parts.of(e)
+    (d0, d1), (e0, e1) = Parts.split(d), Parts.split(e)
     _forward[(queries.blocks.size(0), b * h)](
         *(q, k, v, out, lse, queries.blocks, queries.first, queries.last, runs, runs.size(0)),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()),
@@ -124,7 +123,7 @@ def _forward(
                 *(first, last, position, step, False, UPWARDS, CAP, D, D0, D1, E, E0, E1, N, PRECISION),
             )
         for number in range(0, inner - begin + end - edge, N):
-            start = at_the_ends(number, begin, inner, edge)
+            start = index_ends(number, begin, inner, edge)
             m, total, acc0, acc1 = _attend(
                 *(m, total, acc0, acc1, q0, q1, k_run, v_run, k_s, v_s, scale, start, end),
                 *(first, last, position, step, True, UPWARDS, CAP, D, D0, D1, E, E0, E1, N, PRECISION),

@@ -25,8 +25,6 @@ from cp_kernels.rows import block_of_rows, blocks, offsets
 SEPARATE = 8
 """Tensors passed as separate arguments; the kernel is compiled for every number of them."""
 
-Strides = tuple[int, int, int]
-
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Attention over the keys of all partials.
@@ -40,8 +38,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | N
     Returns:
         ``out [s, b, h, e]`` and ``lse [s, b, h]``, contiguous.
 
-    Raises:
-        ValueError: for no partials, or partials that do not fit together.
+    ValueError for no partials, or partials that do not fit together.
     """
     if len(outs) == 0:
         raise ValueError("no partials to merge")
@@ -55,11 +52,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype | N
 def merge_into(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Merge a partial into ``out [s, b, h, e]`` and ``lse [s, b, h]``, of one dtype, in place; any strides.
 
-    The partial must not overlap them, nor may their rows overlap each other.
-
-    Raises:
-        ValueError: for partials that do not fit together, or an ``out`` with another dtype than lse or overlapping
-            rows.
+    The partial must not overlap them, nor may their rows overlap each other. ValueError for partials that do not fit
+    together, or an ``out`` with another dtype than lse or overlapping rows.
     """
     if out.dtype != lse.dtype:
         raise ValueError(f"sums are kept in the dtype of the lse, {lse.dtype}: got an out in {out.dtype}")
@@ -80,8 +74,8 @@ def _launch(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Te
         outs, lses = outs[:1], lses[:1]
     programs, rows, sizes = blocks(out, lse, *outs, *lses, further=(parts - 1) * max(map(abs, apart)))
     _merge_kernel[(programs,)](
-        tuple(outs), tuple(lses), tuple(_strides(t) for t in outs), tuple(_strides(t) for t in lses), out, lse,
-        _strides(out), _strides(lse), rows, *out.shape[1:3], parts, *apart,
+        tuple(outs), tuple(lses), tuple(t.stride()[:3] for t in outs), tuple(t.stride() for t in lses), out, lse,
+        out.stride()[:3], lse.stride(), rows, *out.shape[1:3], parts, *apart,
         SUM=triton_type(lse.dtype), **sizes,
     )  # fmt: skip
 
@@ -98,10 +92,6 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
         if lse.dtype != lses[0].dtype or lse.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"log-sum-exps must all be float32 or all float64, got {lse.dtype} and {lses[0].dtype}")
         check_dense(out=out)
-
-
-def _strides(t: Tensor) -> Strides:
-    return t.stride(0), t.stride(1), t.stride(2)
 
 
 def _evenly_apart(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[int, tuple[int, int]]:
@@ -152,13 +142,13 @@ def _merge_kernel(
     merged = tl.zeros([ROWS, WIDTH], SUM)
     for t in tl.static_range(len(outs)):
         at = lses[t] + offsets(s_i, b_i, h_i, lses_strides[t])
-        here = outs[t] + offsets(s_i, b_i, h_i, outs_strides[t])[:, None] + column
+        numbers = outs[t] + offsets(s_i, b_i, h_i, outs_strides[t])[:, None] + column
         for _ in range(parts):
             part = tl.load(at, mask=known, other=float("-inf"))
             weight = tl.where(part == float("-inf"), 0.0, tl.exp(part - top) / total)
-            merged += tl.load(here, mask=inside, other=0.0).to(SUM) * weight[:, None]
+            merged += tl.load(numbers, mask=inside, other=0.0).to(SUM) * weight[:, None]
             at += lses_apart
-            here += outs_apart
+            numbers += outs_apart
 
     tl.debug_barrier()  # in place: every warp reads a row's lse before one stores the new value
     there = out + offsets(s_i, b_i, h_i, out_strides)[:, None] + column

@@ -34,6 +34,14 @@ def check_rows_apart(**tensors: Tensor) -> None:
             raise ValueError(f"rows of {name} {tuple(t.shape)} share memory: its strides are {t.stride()}")
 
 
+def check_like(name: str, x: Tensor, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """ValueError for a tensor of another shape, dtype or device than that of ``like``."""
+    if x.shape != shape or x.dtype != dtype or x.device != like.device:
+        raise ValueError(
+            f"{name} must be {dtype} {tuple(shape)} on {like.device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
+        )
+
+
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which sums of its numbers are kept."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -23,7 +23,7 @@ class Parts(NamedTuple):
     second: int
 
     @classmethod
-    def of(cls, size: int) -> Parts:
+    def split(cls, size: int) -> Parts:
         whole = max(_SMALLEST, 1 << (size.bit_length() - 1))
         rest = max(0, size - whole)
         return cls(whole, max(_SMALLEST, triton.next_power_of_2(rest)) if rest else 0)
@@ -59,7 +59,7 @@ def passed(runs, run, low, high, inner_low, inner_high, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def at_the_ends(number, begin, inner, edge):
+def index_ends(number, begin, inner, edge):
     """The ``number``-th index of ``begin .. inner`` followed by ``edge ..``: the partially visible ends."""
     before = inner - begin
     return tl.where(number < before, begin + number, edge + number - before)

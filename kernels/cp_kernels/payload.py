@@ -36,24 +36,16 @@ ELEMENTS = 16384
 
 
 def pack(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Payload and exponents of ``x [s, b, h, d]`` (dense last dimension; bfloat16, float16 or float32).
-
-    Raises:
-        ValueError: for another dtype or shape, or block < 1.
-    """
-    _check(x, block)
-    s, b, h, _ = x.shape
-    message = pack_message((x,), ((s,),), block)
+    """Payload and exponents of ``x [s, b, h, d]`` (dense last dimension; bfloat16, float16 or float32); ValueError for
+    another dtype or shape, or block < 1."""
+    message = pack_message((x,), (x.shape[:1],), block)
     elements, exponents = message.split((x.numel(), len(message) - x.numel()))
-    return elements.view(torch.float8_e4m3fn).view(x.shape), exponents.view(triton.cdiv(s, block), b, h)
+    return elements.view(torch.float8_e4m3fn).view(x.shape), exponents.view(triton.cdiv(len(x), block), *x.shape[1:3])
 
 
 def unpack(payload: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of ``pack``, contiguous, saturating at the dtype's largest number.
-
-    Raises:
-        ValueError: for another dtype than ``pack`` takes, or exponents that do not match the payload.
-    """
+    """The inverse of ``pack``, contiguous, saturating at the dtype's largest number; ValueError for another dtype than
+    ``pack`` takes, or exponents that do not match the payload."""
     _check_packed(payload, exponents, block, dtype)
     message = torch.cat((payload.view(torch.uint8).flatten(), exponents.flatten()))
     return unpack_message(message, (tuple(payload.shape[1:]),), (dtype,), ((len(payload),),), block)[0]
@@ -66,8 +58,7 @@ def pack_message(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], block
         tensors: as for ``pack``, on one device.
         rows: tokens of each tensor in each part.
 
-    Raises:
-        ValueError: as ``pack`` does, and for rows that do not add up to the tensors.
+    ValueError as ``pack`` does, and for rows that do not add up to the tensors.
     """
     for x, of_parts in zip(tensors, rows, strict=True):
         _check(x, block)
@@ -99,8 +90,7 @@ def unpack_message(
         dtypes: of each.
         rows: tokens of each in each part.
 
-    Raises:
-        ValueError: for a dtype that ``pack`` does not take, or a message of another size.
+    ValueError for a dtype that ``pack`` does not take, or a message of another size.
     """
     plan = _planned(_filled(rows), tuple(map(tuple, shapes)), block, message.device)
     if message.shape != (plan.nbytes,) or message.dtype != torch.uint8 or not set(dtypes) <= set(DTYPES):
@@ -108,16 +98,16 @@ def unpack_message(
             f"a message of {[list(of_parts) for of_parts in rows]} tokens of {list(shapes)} is uint8 [{plan.nbytes}], "
             f"and is unpacked to {DTYPES}: got {message.dtype} {tuple(message.shape)}, {list(dtypes)}"
         )
-    found = tuple(
+    tensors = tuple(
         torch.empty((sum(of_parts), *shape), dtype=dtype, device=message.device)
         for of_parts, shape, dtype in zip(rows, shapes, dtypes, strict=True)
     )
     if plan.programs:
-        _unpack_message_kernel[(plan.programs, len(found))](
-            message, tuple(map(bits, found)), plan.table, plan.shapes, plan.table.size(1), HARDWARE=converts(message),
-            INDEX=index_type(max(x.numel() for x in found)), **plan.sizes,
+        _unpack_message_kernel[(plan.programs, len(tensors))](
+            message, tuple(map(bits, tensors)), plan.table, plan.shapes, plan.table.size(1), HARDWARE=converts(message),
+            INDEX=index_type(max(x.numel() for x in tensors)), **plan.sizes,
         )  # fmt: skip
-    return found
+    return tensors
 
 
 class _Plan(NamedTuple):
@@ -153,19 +143,19 @@ def _planned(
         for i, (n, (b, h, d)) in enumerate(zip(part, shapes, strict=True)):
             exponents = at + n * b * h * d
             for number, first in enumerate(range(0, n, block)):
-                here = at + first * b * h * d, exponents + number * b * h
-                blocks[i].append((passed[i] + first, min(block, n - first), *here))
+                places = at + first * b * h * d, exponents + number * b * h
+                blocks[i].append((passed[i] + first, min(block, n - first), *places))
             passed[i], at = passed[i] + n, exponents + triton.cdiv(n, block) * b * h
     most = max(map(len, blocks))
-    filled = [[*of_tensor, *[(0,) * 4] * (most - len(of_tensor))] for of_tensor in blocks]
+    filled = [[*each, *[(0,) * 4] * (most - len(each))] for each in blocks]
     table = torch.tensor(filled, dtype=torch.int64)
     elements = any(b * h * d for b, h, d in shapes)
     return _Plan(
         nbytes=at,
-        programs=max(len(found) * b * h for found, (b, h, _) in zip(blocks, shapes, strict=True)) if elements else 0,
+        programs=max(len(each) * b * h for each, (b, h, _) in zip(blocks, shapes, strict=True)) if elements else 0,
         table=table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device),
-        shapes=tuple((len(found), *shape) for found, shape in zip(blocks, shapes, strict=True)),
-        sizes={"ALIGNED": math.gcd(16, *(entry[2] for found in blocks for entry in found))}
+        shapes=tuple((len(each), *shape) for each, shape in zip(blocks, shapes, strict=True)),
+        sizes={"ALIGNED": math.gcd(16, *(entry[2] for each in blocks for entry in each))}
         | _blocks(block, max(1, *(d for _, _, d in shapes))),
     )
 
@@ -251,18 +241,18 @@ def _pack_block(
     column = tl.arange(0, WIDTH)[None, :]
     largest = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, BLOCK, ROWS):
-        row, here = _tokens(start, rows, column < d, BLOCK, ROWS, INDEX)
-        size = tl.abs(read(x + row[:, None] * x_apart + column, here, tl.float32))
+        row, inside = _tokens(start, rows, column < d, BLOCK, ROWS, INDEX)
+        size = tl.abs(read(x + row[:, None] * x_apart + column, inside, tl.float32))
         largest = tl.maximum(largest, tl.where(size < float("inf"), size, 0.0))
     top = tl.max(tl.max(largest, 1), 0).to(tl.int32, bitcast=True)
     exponent = tl.maximum((top >> 23) - 8 + ((top & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
 
     down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     for start in range(0, BLOCK, ROWS):
-        row, here = _tokens(start, rows, column < d, BLOCK, ROWS, INDEX)
-        number = read(x + row[:, None] * x_apart + column, here, tl.float32)
+        row, inside = _tokens(start, rows, column < d, BLOCK, ROWS, INDEX)
+        number = read(x + row[:, None] * x_apart + column, inside, tl.float32)
         code = tl.where(tl.abs(number) < float("inf"), encode(number * down, 3, HARDWARE), 0x7F)
-        tl.store(to + row[:, None] * to_apart + column, code.to(tl.uint8), mask=here)
+        tl.store(to + row[:, None] * to_apart + column, code.to(tl.uint8), mask=inside)
     tl.store(exponent_to, exponent.to(tl.uint8))
 
 
@@ -275,10 +265,10 @@ def _unpack_block(
     up = (tl.load(exponent_at).to(tl.int32) << 23).to(tl.float32, bitcast=True)
     largest = _largest(to)
     for start in range(0, BLOCK, ROWS):
-        row, here = _tokens(start, rows, column < d, BLOCK, ROWS, INDEX)
-        number = decode(tl.load(payload + row[:, None] * apart + column, mask=here, other=0), 3, HARDWARE) * up
+        row, inside = _tokens(start, rows, column < d, BLOCK, ROWS, INDEX)
+        number = decode(tl.load(payload + row[:, None] * apart + column, mask=inside, other=0), 3, HARDWARE) * up
         number = tl.where(number > largest, largest, tl.where(number < -largest, -largest, number))
-        _write(to + row[:, None] * to_apart + column, number, here)
+        _write(to + row[:, None] * to_apart + column, number, inside)
 
 
 @triton.jit

@@ -23,27 +23,19 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def gather_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
-    """``x[order]`` of every tensor, contiguous.
+    """``x[order]`` of every tensor, contiguous; ValueError for an order of another dtype, shape or device.
 
     Args:
         tensors: ``[s, ...]``, of any dtypes and trailing shapes.
         order: int64 or int32 ``[n]`` on their device, in 0 .. s - 1; unchecked, as that would synchronize.
-
-    Raises:
-        ValueError: for an order of another dtype, shape or device.
     """
     return tuple(_permuted(x, order, order.numel(), scatter=False) for x in tensors)
 
 
 def scatter_rows(tensors: Sequence[Tensor], order: Tensor) -> tuple[Tensor, ...]:
-    """The inverse of ``gather_rows``: ``scattered[order[i]] = x[i]``, contiguous.
+    """The inverse of ``gather_rows``: ``scattered[order[i]] = x[i]``, contiguous; ValueError as there.
 
-    Args:
-        tensors: ``[s, ...]``.
-        order: a permutation of 0 .. s - 1, int64 or int32 ``[s]`` on their device; unchecked.
-
-    Raises:
-        ValueError: for an order of another dtype, shape or device.
+    order: a permutation of 0 .. s - 1, int64 or int32 ``[s]`` on their device; unchecked.
     """
     for x in tensors:
         if x.size(0) != order.numel():
@@ -59,7 +51,7 @@ def _permuted(x: Tensor, order: Tensor, rows: int, *, scatter: bool) -> Tensor:
     out = x.new_empty((rows, *x.shape[1:]))
     if not out.numel():
         return out
-    pieces = _in_pieces(x)
+    pieces = _divide_rows(x)
     word = _widest_word(pieces, out)
     source, to = pieces.view(word), out.view(rows, -1).view(word)
     width, piece = to.size(1), source.size(2)
@@ -74,7 +66,7 @@ def _permuted(x: Tensor, order: Tensor, rows: int, *, scatter: bool) -> Tensor:
     return out
 
 
-def _in_pieces(x: Tensor) -> Tensor:
+def _divide_rows(x: Tensor) -> Tensor:
     """A view ``[s, pieces, elements]`` with dense pieces, of a copy if there is none."""
     sizes, strides = [1], [1]  # from the last dimension to the first
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):

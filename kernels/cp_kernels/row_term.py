@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cp_kernels.offsets import accumulation_dtype, triton_type
+from cp_kernels.offsets import accumulation_dtype, check_like, triton_type
 from cp_kernels.rows import bits, block_of_rows, blocks, offsets, read
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -24,36 +24,24 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def delta(dout: Tensor, out: Tensor) -> Tensor:
     """``rowsum(dout * out)`` of ``[s, b, h, e]`` tensors, any strides: ``[s, b, h]``, contiguous, in the accumulation
-    dtype.
-
-    Raises:
-        ValueError: for tensors that do not fit together, or of other dtypes.
-    """
+    dtype. ValueError for tensors that do not fit together, or of other dtypes."""
     _check(dout, out)
-    found = torch.empty(dout.shape[:3], dtype=accumulation_dtype(dout), device=dout.device)
-    if found.numel() and not dout.size(3):
-        return found.zero_()
-    if found.numel():
-        programs, rows, sizes = blocks(dout, out)
-        _delta_kernel[(programs,)](
-            bits(dout), bits(out), found, dout.stride(), out.stride(), rows, *dout.shape[1:3],
-            SUM=triton_type(found.dtype), **sizes,
-        )  # fmt: skip
-    return found
+    sums = torch.empty(dout.shape[:3], dtype=accumulation_dtype(dout), device=dout.device)
+    if not dout.numel():
+        return sums.zero_()
+    programs, rows, sizes = blocks(dout, out)
+    _delta_kernel[(programs,)](
+        bits(dout), bits(out), sums, dout.stride(), out.stride(), rows, *dout.shape[1:3],
+        SUM=triton_type(sums.dtype), **sizes,
+    )  # fmt: skip
+    return sums
 
 
 def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """``out'`` for ``dout [s, b, h, e]`` in its dtype, contiguous; ``delta [s, b, h]`` in the accumulation dtype.
-
-    Raises:
-        ValueError: for tensors that do not fit together, or of other dtypes.
-    """
+    ValueError for tensors that do not fit together, or of other dtypes."""
     _check(dout)
-    if delta.shape != dout.shape[:3] or delta.dtype != accumulation_dtype(dout) or delta.device != dout.device:
-        raise ValueError(
-            f"delta must be {accumulation_dtype(dout)} {tuple(dout.shape[:3])} on {dout.device}, got {delta.dtype} "
-            f"{tuple(delta.shape)} on {delta.device}"
-        )
+    check_like("delta", delta, dout, dout.shape[:3], accumulation_dtype(dout))
     out = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
     if out.numel():
         programs, rows, sizes = blocks(dout, delta)
@@ -98,15 +86,15 @@ def _out_kernel(
     column = tl.arange(0, WIDTH)[None, :]
     inside = known[:, None] & (column < D)
     wide = read(dout + offsets(s_i, b_i, h_i, dout_strides)[:, None] + column * dout_strides[3], inside, SUM)
-    given = tl.load(delta + offsets(s_i, b_i, h_i, delta_strides), mask=known, other=0.0)
+    deltas = tl.load(delta + offsets(s_i, b_i, h_i, delta_strides), mask=known, other=0.0)
     # NaN is not 0, so a row of NaN and zeros is not blank; the largest element does not show it.
     blank = tl.max((wide != 0).to(tl.int32), 1) == 0
     largest = tl.where(blank, 1.0, tl.max(tl.abs(wide), 1)).to(SUM)
     unit = _quotient(wide, largest[:, None])
     squares = tl.where(blank, 1.0, tl.sum(unit * unit, 1)).to(SUM)
-    ratio = _quotient(_quotient(given, largest), squares)
-    found = unit * ratio[:, None]
-    tl.store(out + row[:, None] * D + column, found.to(out.dtype.element_ty), mask=inside)
+    ratio = _quotient(_quotient(deltas, largest), squares)
+    scaled = unit * ratio[:, None]
+    tl.store(out + row[:, None] * D + column, scaled.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

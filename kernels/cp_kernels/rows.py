@@ -62,8 +62,8 @@ def offsets(s_i, b_i, h_i, strides):
 @triton.jit
 def read(at, inside, SUM: tl.constexpr):
     """Numbers in the accumulation dtype, 0 outside; bfloat16 is given as int16."""
-    found = tl.load(at, mask=inside, other=0)
+    number = tl.load(at, mask=inside, other=0)
     if at.dtype.element_ty == tl.int16:
-        return (found.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return (number.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        return found.to(SUM)
+        return number.to(SUM)

@@ -38,7 +38,7 @@ def gpu(device: torch.device) -> Gpu:
     return Gpu.AMPERE if capability in ((8, 0), (8, 7)) else by_generation.get(capability[0], Gpu.SMALL)
 
 
-def _in_float32(size: int, on: Gpu) -> Sizes:
+def _float32_sizes(size: int, on: Gpu) -> Sizes:
     tokens = 16 if size > 128 and on is Gpu.SMALL else 32
     return Sizes(tokens, tokens, 4, 1)
 
@@ -47,7 +47,7 @@ def forward_sizes(d: int, e: int, dtype: torch.dtype, on: Gpu) -> Sizes:
     """Choose sizes for heads of d elements in q and k, and e in v."""
     size = max(d, e)
     if dtype == torch.float32:
-        return _in_float32(size, on)
+        return _float32_sizes(size, on)
     if size <= 64:
         return Sizes(128, 128, 8, 3)
     if size <= 128:
@@ -72,7 +72,7 @@ def dq_sizes(d: int, e: int, dtype: torch.dtype, on: Gpu) -> Sizes:
     """Choose sizes for dq: a program holds queries and iterates over keys."""
     size = max(d, e)
     if dtype == torch.float32:
-        return _in_float32(size, on)
+        return _float32_sizes(size, on)
     if size <= 128:
         return Sizes(128, 64, 8, 2)
     if on is Gpu.HOPPER:
@@ -85,7 +85,7 @@ def dkv_sizes(d: int, e: int, dtype: torch.dtype, on: Gpu) -> Sizes:
     """Choose sizes for dk and dv: a program holds keys and iterates over queries."""
     size = max(d, e)
     if dtype == torch.float32:
-        return _in_float32(size, on)
+        return _float32_sizes(size, on)
     if size <= 64 or (size <= 128 and on is Gpu.HOPPER):
         return Sizes(64, 128, 8, 2)
     if size <= 128:

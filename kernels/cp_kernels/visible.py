@@ -74,22 +74,19 @@ _lock = threading.Lock()
 
 
 def side(runs: Runs, view: View, block: int, device: torch.device) -> Side:
-    """The tables of one side in blocks of at most ``block`` tokens; cached on the device.
-
-    Raises:
-        ValueError: for a position that does not fit into int32.
-    """
+    """The tables of one side in blocks of at most ``block`` tokens; cached on the device. ValueError for a position
+    that does not fit into int32."""
     key = (runs, view, block, device)
     with _lock:
         if key in _kept:
             _kept.move_to_end(key)
             return _kept[key]
         _check(runs)
-        found = _kept[key] = Side(_blocks(runs, block, device), *_on(_seen(runs, view), device))
-        _kept.nbytes += _nbytes(found)
+        tables = _kept[key] = Side(_blocks(runs, block, device), *_move(_seen(runs, view), device))
+        _kept.nbytes += _nbytes(tables)
         while len(_kept) > 1 and _kept.nbytes > KEPT_BYTES:
             _kept.nbytes -= _nbytes(_kept.popitem(last=False)[1])
-    return found
+    return tables
 
 
 def _nbytes(side: Side) -> int:
@@ -103,19 +100,16 @@ def _blocks(runs: Runs, block: int, device: torch.device) -> Tensor:
     for run in runs:
         blocks += [(offset + at, min(block, len(run) - at)) for at in range(0, len(run), block)]
         offset += len(run)
-    return _on(blocks[::-1], device)
+    return _move(blocks[::-1], device)
 
 
 @lru_cache(maxsize=4096)
 def table(runs: Runs, device: torch.device) -> Tensor:
-    """The side to iterate over, int32 ``[n, 4]``: first index, tokens, first position and step of each run.
-
-    Raises:
-        ValueError: for a position that does not fit into int32.
-    """
+    """The side to iterate over, int32 ``[n, 4]``: first index, tokens, first position and step of each run. ValueError
+    for a position that does not fit into int32."""
     _check(runs)
     offsets = itertools.accumulate((len(run) for run in runs), initial=0)
-    return _on([(at, len(run), run.start, run.step) for at, run in zip(offsets, runs, strict=False)], device)
+    return _move([(at, len(run), run.start, run.step) for at, run in zip(offsets, runs, strict=False)], device)
 
 
 def _check(runs: Runs) -> None:
@@ -126,8 +120,8 @@ def _check(runs: Runs) -> None:
 def _seen(runs: Runs, view: View) -> Tensor:
     """``Side.first`` and ``Side.last``: int32 ``[2, tokens]``."""
     at = torch.cat([torch.arange(run.start, run[-1] + 1, run.step, dtype=torch.int32) for run in runs])
-    found = at.repeat(2, 1)
-    for end, (row, reach) in enumerate(zip(found, (view.left, view.right), strict=True)):
+    interval = at.repeat(2, 1)
+    for end, (row, reach) in enumerate(zip(interval, (view.left, view.right), strict=True)):
         reach = LAST if reach is None else min(reach, LAST)
         if reach == LAST:
             row.fill_(LAST if end else 0)
@@ -138,7 +132,7 @@ def _seen(runs: Runs, view: View) -> Tensor:
         if view.documents and reach:  # else it ends at the token itself
             ends = torch.cat([_ends(view.documents, end)[run.start : run.stop : run.step] for run in runs])
             (torch.minimum if end else torch.maximum)(row, ends, out=row)
-    return found
+    return interval
 
 
 @lru_cache(maxsize=4)
@@ -149,7 +143,7 @@ def _ends(documents: tuple[int, ...], end: int) -> Tensor:
     return bounds.new_zeros(documents[-1] + 1, dtype=torch.int32).index_add_(0, bounds[:-1], changes).cumsum_(0)
 
 
-def _on(x: Sequence[tuple[int, ...]] | Tensor, device: torch.device) -> Tensor:
+def _move(x: Sequence[tuple[int, ...]] | Tensor, device: torch.device) -> Tensor:
     """Copy to the device as int32, asynchronously."""
     x = torch.as_tensor(x, dtype=torch.int32)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

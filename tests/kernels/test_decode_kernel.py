@@ -248,7 +248,7 @@ def test_refusals_name_the_argument() -> None:
         ((q, (k, exponents), (k, exponents)), "keys must be torch.uint8"),
         ((q, (k.byte(), exponents[:3]), (k.byte(), exponents)), "exponents of keys"),
         ((q, (k.byte(), exponents), (k, None)), "both be packed"),
-        ((q, (k, None), (k, None), 16, held.long()), "held must be int32"),
+        ((q, (k, None), (k, None), 16, held.long()), "held must be torch.int32"),
         ((q, (normal(4, 1, 16, 2).mT, None), None), "dense"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):

@@ -56,14 +56,14 @@ def test_a_gather_may_take_some_rows_or_a_row_twice() -> None:
 
 def test_the_widest_words_are_copied() -> None:
     def word(x: Tensor) -> torch.dtype:
-        return kernel._widest_word(kernel._in_pieces(x), torch.empty(1))
+        return kernel._widest_word(kernel._divide_rows(x), torch.empty(1))
 
     x = torch.empty(4, 2, 8, 16, dtype=torch.bfloat16)
     assert word(x) == word(x[:, :, 2:4]) == word(x[..., 4:8]) == word(x[..., 0:4]) == torch.int64
     assert word(x[..., 2:4]) == word(x[..., 2:]) == torch.int32
     assert word(x[..., 1:5]) == word(x[..., 0]) == torch.int16
     assert word(torch.empty(4, 3)) == torch.int32 and word(torch.empty(4, 3, dtype=torch.uint8)) == torch.uint8
-    assert kernel._in_pieces(x[:, :, 2:4]).shape == (4, 2, 32) and kernel._in_pieces(x).shape == (4, 1, 256)
+    assert kernel._divide_rows(x[:, :, 2:4]).shape == (4, 2, 32) and kernel._divide_rows(x).shape == (4, 1, 256)
 
 
 def test_invalid_arguments_are_refused() -> None:

@@ -67,7 +67,7 @@ def test_groups_of_warps_share_products_on_hopper(kernel: str, heads: str, versi
     counts = VERSIONS[version][f"sm_90, attention {heads}, {call}: {kernel}"]
     shapes = {int(match[1]): n for name, n in counts.items() if (match := re.match(r"HGMMA.64x(\d+)x16", name))}
     issued = sum(n * 64 * columns * 16 for columns, n in shapes.items()) * size.warps // 4
-    d, e = (sum(Parts.of(width)) for width in (d, e))
+    d, e = (sum(Parts.split(width)) for width in (d, e))
     needed = 2 * size.queries * size.keys * {"_forward": d + e, "_dq": d + e + d, "_dkv": 2 * (d + e)}[kernel]
     scores = 2 * size.queries * size.keys * (d + e)
     assert issued == needed + (scores if d in TWICE.get(kernel, ()) else 0), (shapes, size)
