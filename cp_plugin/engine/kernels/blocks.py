@@ -94,9 +94,9 @@ def choose(
         backend, why = backends.choose(options.backend, call, plans=plans and not problem.documents)
     if scaling is not None and backends.about(backend).in_fp8:
         backend = replace(backend, scaling=scaling)  # type: ignore[type-var]
-    found = kernel(backend, problem, device, auto=auto)
-    second = (backends.OURS,) if isinstance(found, Either) else ()
-    return Chosen(found, (backend.name, *second), why)
+    block_kernel = kernel(backend, problem, device, auto=auto)
+    second = (backends.OURS,) if isinstance(block_kernel, Either) else ()
+    return Chosen(block_kernel, (backend.name, *second), why)
 
 
 def kernel(backend: AnyBackend, problem: Problem, device: torch.device, *, auto: bool) -> BlockKernel:
@@ -127,8 +127,8 @@ class InOrder:
         queries, kv = rows.sort(queries), keys.sort(kv)
         if rows.order is None:
             return self.inner.forward(queries, kv, block, onto)
-        found = self.inner.forward(queries, kv, block)
-        return onto if found is None else merge(onto, Partial(*rows.store(*found)))
+        part = self.inner.forward(queries, kv, block)
+        return onto if part is None else merge(onto, Partial(*rows.store(*part)))
 
     def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
         rows, keys, block = self._order(block, queries.q.device)
@@ -199,13 +199,13 @@ class Tiled:
         return onto
 
     def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
-        found = self.tiles(block)
-        if not found:
+        block_tiles = self.tiles(block)
+        if not block_tiles:
             return None
         (q, dout, lse, delta), (k, v) = queries.tensors, kv.tensors
         row_term = self.row_terms.get(dout, delta, self.backend)
         dq, dk, dv = onto
-        for tile in found:
+        for tile in block_tiles:
             dout_t, q_t, lse_t, row_term_t = (take(x, tile.q) for x in (dout, q, lse, row_term))
             k_t, v_t = take(k, tile.k), take(v, tile.k)
             grads = self.backend.backward(dout_t, q_t, k_t, v_t, lse_t, row_term_t, tile.diagonal, block.scores)
@@ -241,11 +241,8 @@ class Whole:
         if not block.mask.stops:
             running = None if onto is None else Partial(accumulator(onto.out), onto.lse)
             return self.backend.forward(queries, kv, block, running)
-        order, levels = _depth_order(block.keys, block.mask, queries.q.device)
-        kv = Sorted(block.keys, order).sort(kv)
-        for place, keys, mask in levels:
-            there = KeyValues(kv.k[place], kv.v[place], owners=kv.owners)
-            onto = self.forward(queries, there, block._replace(keys=keys, mask=mask), onto)
+        for level_kv, level in _levels(kv, block)[1]:
+            onto = self.forward(queries, level_kv, level, onto)
         return onto
 
     def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
@@ -253,49 +250,54 @@ class Whole:
             return None
         if not block.mask.stops:
             return self.backend.backward(queries, kv, block, onto)
-        order, levels = _depth_order(block.keys, block.mask, queries.q.device)
-        by_depth = Sorted(block.keys, order)
-        kv = by_depth.sort(kv)
+        by_depth, levels = _levels(kv, block)
         dq, dkv, met = onto.dq, [], False
-        for place, keys, mask in levels:
-            there = KeyValues(kv.k[place], kv.v[place], owners=kv.owners)
-            grads = self.backward(queries, there, block._replace(keys=keys, mask=mask), Sums(dq=dq))
+        for level_kv, level in levels:
+            grads = self.backward(queries, level_kv, level, Sums(dq=dq))
             if grads is not None:
                 dq, met = grads.dq, True
-            dkv.append(tuple(map(torch.zeros_like, there.tensors)) if grads is None else grads[1:])
+            dkv.append(tuple(map(torch.zeros_like, level_kv.tensors)) if grads is None else grads[1:])
         if dq is None or not met:
             return None
         dk, dv = by_depth.store(*(torch.cat(parts) for parts in zip(*dkv, strict=True)))
         return Gradients(dq, add(onto.dk, dk), add(onto.dv, dv))
 
 
-def _depth_order(keys: Segments, mask: Mask, device: torch.device) -> tuple[Tensor | None, tuple[Level, ...]]:
+def _levels(kv: KeyValues, block: Block) -> tuple[Sorted, list[tuple[KeyValues, Block]]]:
+    """The order of keys by depth in a tree, and the keys and the block of each depth that occurs."""
+    key = block.keys, block.mask, kv.k.device
+    order, levels = _depths.get(key, lambda: _sort_by_depth(*key))
+    by_depth = Sorted(block.keys, order)
+    k, v = by_depth.sort(kv).tensors
+    return by_depth, [
+        (KeyValues(k[place], v[place], owners=kv.owners), block._replace(keys=keys, mask=mask))
+        for place, keys, mask in levels
+    ]
+
+
+def _sort_by_depth(keys: Segments, mask: Mask, device: torch.device) -> tuple[Tensor | None, tuple[Level, ...]]:
     """The permutation of keys by depth, as for ``Sorted``, and the levels that occur."""
-    return _depths.get((keys, mask, device), lambda: _sorted_by_depth(keys, mask, device))
-
-
-def _sorted_by_depth(keys: Segments, mask: Mask, device: torch.device) -> tuple[Tensor | None, tuple[Level, ...]]:
     held: dict[int, list[tuple[Tensor, range]]] = defaultdict(list)  # rows and positions at each depth
     levels = mask.levels()
     depth_of = {number: depth for depth, (numbers, _) in enumerate(levels) for number in numbers}
     offset = 0
     for segment in keys:
-        for number, here in mask.pieces(segment):
-            rows = torch.arange(offset + here.start, offset + here.stop)
-            held[depth_of[number]].append((rows, segment[here.start : here.stop]))
+        for number, piece in mask.pieces(segment):
+            rows = torch.arange(offset + piece.start, offset + piece.stop)
+            held[depth_of[number]].append((rows, segment[piece.start : piece.stop]))
         offset += len(segment)
-    order, found, begin = list[Tensor](), list[Level](), 0
+    order, occurring, begin = list[Tensor](), list[Level](), 0
     for depth in sorted(held):
         of_rows, positions = zip(*held[depth], strict=True)
         order += of_rows
         end = begin + sum(map(len, positions))
-        found.append(Level(slice(begin, end), join_adjacent(positions), levels[depth][1]))
+        occurring.append(Level(slice(begin, end), join_adjacent(positions), levels[depth][1]))
         begin = end
-    return (torch.cat(order).to(device) if len(found) > 1 else None), tuple(found)
+    return (torch.cat(order).to(device) if len(occurring) > 1 else None), tuple(occurring)
 
 
-def _nbytes(found: tuple[Tensor | None, tuple[Level, ...]]) -> int:
-    order, levels = found
+def _nbytes(depths: tuple[Tensor | None, tuple[Level, ...]]) -> int:
+    order, levels = depths
     return 64 * sum(len(level.keys) for level in levels) + (0 if order is None else order.nbytes)
 
 
@@ -321,8 +323,8 @@ class Either:
 
     def _choose(self, queries: Queries, kv: KeyValues, block: Block) -> InOrder:
         sizes = Sizes.from_tensors(queries.q, kv.k, kv.v)
-        found = cost(*block.area, sizes, self.speeds, self.own.enough or 0)
-        return InOrder(self.library) if found.by_library else self.own
+        estimate = cost(*block.area, sizes, self.speeds, self.own.enough or 0)
+        return InOrder(self.library) if estimate.by_library else self.own
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,17 +334,17 @@ class RecordingKernel:
     Runs a method on meta tensors and a mesh without peers: ``engine.attention.calls.without_peers``.
     """
 
-    asked: Callable[[Queries, KeyValues, Block], object] = lambda queries, kv, block: None
+    record: Callable[[Queries, KeyValues, Block], object] = lambda queries, kv, block: None
     """Called in both directions; in the backward pass queries carry a dout."""
 
     def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial | None:
-        self.asked(queries, kv, block)
+        self.record(queries, kv, block)
         if not may_meet(*block.area):
             return onto
         return Partial(accumulator(onto.out), onto.lse) if onto is not None else Partial(*results(queries.q, kv.v))
 
     def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients | None:
-        self.asked(queries, kv, block)
+        self.record(queries, kv, block)
         if not may_meet(*block.area):
             return None
         return add_sums(onto, Gradients(*map(torch.empty_like, (queries.q, *kv.tensors))))

@@ -76,7 +76,8 @@ class Cost(NamedTuple):
 
 def speeds(backend: AnyBackend, device: torch.device) -> Speeds | None:
     """Speeds for the backend that ``auto`` chose and ours; None if unknown."""
-    return speeds_on(devices.find(device), backend.name, getattr(backend, "generation", None))
+    family = devices.family(torch.cuda.get_device_capability(device))
+    return speeds_on(family, backend.name, getattr(backend, "generation", None))
 
 
 def speeds_on(family: Family, backend: str, generation: int | None = None) -> Speeds | None:
@@ -98,42 +99,38 @@ def cost(rows: Segments, keys: Segments, mask: Mask, sizes: Sizes, at: Speeds | 
     if at is None and (mask.left is not None or mask.documents):
         return Cost(None, 1.0, 0.0)
     (q_runs, q_order), (k_runs, k_order) = sort_positions(rows, _CPU), sort_positions(keys, _CPU)
-    found = tiles_up_to(MOST, q_runs, k_runs, mask)
-    if found is None:
-        return Cost(None, 1.0, 0.0)
-    parts = [part for tile in found for part in tile.cut()]
-    if len(parts) <= 1:
-        return Cost(len(parts), 0.0, 1.0)
-    if at is None:
-        return Cost(len(parts), 1.0, 0.0)
+    tiles = tiles_up_to(MOST, q_runs, k_runs, mask)
+    calls = None if tiles is None else sum(len(tile.cut()) for tile in tiles)
+    if calls is not None and calls <= 1:
+        return Cost(calls, 0.0, 1.0)
+    if tiles is None or at is None:
+        return Cost(calls, 1.0, 0.0)
     tokens = [sum(map(len, side)) for side in (rows, keys)]
     unsorted = [0 if order is None else n for order, n in zip((q_order, k_order), tokens, strict=True)]
-    library, own = estimate_tiles(found, *tokens, *unsorted, sizes, at)
+    library, own = estimate_tiles(tiles, *tokens, *unsorted, sizes, at)
     short = [n if min(map(len, side)) < enough else 0 for side, n in zip((rows, keys), unsorted, strict=True)]
-    own += _ordering(*short, sizes, at)
-    return Cost(len(parts), library, own)
+    return Cost(calls, library, own + _ordering(*short, sizes, at))
 
 
 def estimate_tiles(
-    found: Sequence[Tile], rows: int, keys: int, unsorted_rows: int, unsorted_keys: int, sizes: Sizes, at: Speeds
+    tiles: Sequence[Tile], rows: int, keys: int, unsorted_rows: int, unsorted_keys: int, sizes: Sizes, at: Speeds
 ) -> tuple[float, float]:
     """Seconds of a library, which sorts tokens first, and of our kernel without sorting, for a block of these."""
-    library = sum(_tile(part, sizes, at) for tile in found for part in tile.cut())
-    return library + _ordering(unsorted_rows, unsorted_keys, sizes, at), _own(found, rows, keys, sizes, at)
+    library = sum(_tile(part, sizes, at) for tile in tiles for part in tile.cut())
+    pairs = sum(tile.pairs for tile in tiles) + rows * _BLOCK // 2  # each row ends within a block
+    own = _products(pairs, rows, keys, sizes, at.own, at.processors) + _OWN_LAUNCHES * devices.LAUNCH_S
+    return library + _ordering(unsorted_rows, unsorted_keys, sizes, at), own
 
 
 def _tile(tile: Tile, sizes: Sizes, at: Speeds) -> float:
     rows, keys = len(tile.q), len(tile.k)
-    products = _products(_whole_blocks(tile), rows, keys, sizes, at.library, at.processors)
+    down, across = (-(-n // _BLOCK) for n in (rows, keys))
+    pairs = _BLOCK**2 * (down * across if tile.full else down * (down + 1) // 2)  # of whole blocks
+    products = _products(pairs, rows, keys, sizes, at.library, at.processors)
     nbytes = _elements(rows, keys, sizes) * (sizes.itemsize + _SUMS)
     if tile.q.step < 0:  # inputs and outputs are copied in reverse
         nbytes += 3 * _elements(rows, keys, sizes) * 2 * sizes.itemsize
     return products + nbytes / at.bytes_per_s + _LAUNCHES * devices.LAUNCH_S
-
-
-def _own(found: Sequence[Tile], rows: int, keys: int, sizes: Sizes, at: Speeds) -> float:
-    pairs = sum(tile.pairs for tile in found) + rows * _BLOCK // 2  # each row ends within a block
-    return _products(pairs, rows, keys, sizes, at.own, at.processors) + _OWN_LAUNCHES * devices.LAUNCH_S
 
 
 def _products(pairs: int, rows: int, keys: int, sizes: Sizes, rate: Rate, processors: int) -> float:
@@ -142,11 +139,6 @@ def _products(pairs: int, rows: int, keys: int, sizes: Sizes, rate: Rate, proces
     busy = (min(1.0, -(-tokens // _BLOCK) * sizes.heads / processors) for tokens in (rows, keys))
     forward, backward = (each * 1e12 * share for each, share in zip(rate, busy, strict=True))
     return 2 * pairs * sizes.heads * ((d + e) / forward + (3 * d + 2 * e) / backward)
-
-
-def _whole_blocks(tile: Tile) -> int:
-    rows, keys = (-(-n // _BLOCK) for n in (len(tile.q), len(tile.k)))
-    return _BLOCK**2 * (rows * keys if tile.full else rows * (rows + 1) // 2)
 
 
 def _elements(rows: int, keys: int, sizes: Sizes) -> int:

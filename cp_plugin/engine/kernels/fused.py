@@ -150,7 +150,7 @@ def extents(tensors: Sequence[Tensor]) -> tuple[scaling.Extent, ...]:
     if _kernels(tensors[0]):
         from cp_kernels.float8 import extents as kernel
 
-        return tuple(scaling.Extent(*found.unbind()) for found in kernel(tensors))
+        return tuple(scaling.Extent(*maxima.unbind()) for maxima in kernel(tensors))
     return tuple(map(scaling.extent, tensors))
 
 
@@ -183,18 +183,17 @@ def convolve_back(
 ) -> tuple[Tensor, Tensor]:
     """Gradient of the rows ``x [n, b, c]``, and their terms of the gradients of weight and bias, ``[w + 1, c]``."""
     wide = accumulation_dtype(x.dtype)
-    found = torch.cat((dout, dout.new_zeros((1, *dout.shape[1:])))).to(wide)
+    gradients = torch.cat((dout, dout.new_zeros((1, *dout.shape[1:])))).to(wide)
     drows, sums = torch.zeros(x.shape, dtype=wide, device=x.device), list[Tensor]()
     for place, tap in zip(after, weight.to(wide).flip(1).unbind(1), strict=True):
-        gradient = found[place]
+        gradient = gradients[place]
         drows += gradient * tap
         sums.append((gradient * x).sum((0, 1)))
     if returned is not None and home is not None:
         back = torch.cat((returned, returned.new_zeros((1, *returned.shape[1:])))).to(wide)
         for place in home:
             drows += back[place]
-    of_bias = found[after[0]].sum((0, 1))
-    return drows.to(x.dtype), torch.stack((*sums[::-1], of_bias))
+    return drows.to(x.dtype), torch.stack((*sums[::-1], gradients[after[0]].sum((0, 1))))
 
 
 CachedRows = tuple[Tensor, Tensor | None]

@@ -42,21 +42,17 @@ def merge_all(partials: Iterable[Partial | None]) -> Partial | None:
 
 def merge_rows(total: Partial | None, rows: range, part: Partial, q: Tensor) -> Partial:
     """Merge a partial of some query rows into the running partial of all rows of ``q`` (``[s, b, h, d]``)."""
-    rows, out, lse = forwards(rows, *part)
-    part = Partial(out, lse)
+    rows, *tensors = forwards(rows, *part)
+    part, place = Partial(*tensors), as_slice(rows)
     if len(rows) == q.size(0):
-        merged = merge(total, part)
-        assert merged is not None
-        return merged
+        return merge(total, part) or part
     if total is None:
-        dtype = accumulation_dtype(q.dtype)
-        out = part.out.new_zeros((q.size(0), *part.out.shape[1:]), dtype=dtype)
+        out = part.out.new_zeros((q.size(0), *part.out.shape[1:]), dtype=accumulation_dtype(q.dtype))
         lse = part.lse.new_full((q.size(0), *part.lse.shape[1:]), -torch.inf)
-        here = as_slice(rows)
-        out[here], lse[here] = part.out.to(dtype), part.lse
-        return Partial(out, lse)
-    out, lse, here = accumulator(total.out), total.lse, as_slice(rows)
-    fused.merge_into(out[here], lse[here], *part)
+        out[place], lse[place] = part
+    else:
+        out, lse = accumulator(total.out), total.lse
+        fused.merge_into(out[place], lse[place], *part)
     return Partial(out, lse)
 
 

@@ -86,7 +86,6 @@ class BlockBackend(BlockKernel, Protocol):
 
 AnyBackend = Backend | BlockBackend
 ENTRY_POINTS = "cp_plugin.backends"
-A_PLAN_EACH = "it would build a plan for each new shape"
 OURS = "triton"
 """The plugin's own kernel, for blocks that are not a few large tiles."""
 
@@ -127,10 +126,9 @@ def names() -> list[str]:
 
 def get(name: str) -> AnyBackend:
     """The backend of that name (not ``auto``, see ``choose``); ValueError, which lists the valid ones, for another."""
-    found = _backends()
-    if name not in found:
+    if name not in _backends():
         raise ValueError(not_one_of(spelled("backend", name), name, names()))
-    return found[name]
+    return _backends()[name]
 
 
 def check_name(name: str) -> None:
@@ -152,11 +150,11 @@ def choose(name: str, call: CallInfo, *, plans: bool = True) -> tuple[AnyBackend
             )
         return backend, "requested"
     reasons: list[str] = []
-    where, in_order = candidates(call.device)
-    for title, backend in in_order:
+    where, preferred = _order(call.device)
+    for title, backend in preferred:
         reason = refusal(backend, call)
         if reason is None and not plans and backend.name in devices.PLANS_EACH_SHAPE:
-            reason = A_PLAN_EACH
+            reason = "it would build a plan for each new shape"
         if reason is None:
             first = f"first choice for {call.dtype} on {where}"
             return backend, f"{title} on {where}; not {'; not '.join(reasons)}" if reasons else first
@@ -165,18 +163,18 @@ def choose(name: str, call: CallInfo, *, plans: bool = True) -> tuple[AnyBackend
     raise ValueError(f"no attention kernel for {what}: {'; '.join(reasons)}")
 
 
-def candidates(device: torch.device) -> tuple[str, list[tuple[str, AnyBackend]]]:
+def _order(device: torch.device) -> tuple[str, list[tuple[str, AnyBackend]]]:
     """A description of the device, and the backends that ``auto`` tries on it, best first, with titles."""
-    found = _backends()
     if device.type != "cuda":
-        return device.type, [(name, found[name]) for name in devices.ELSEWHERE]
-    family, order = devices.find(device), []
+        return device.type, [(name, get(name)) for name in devices.ELSEWHERE]
+    capability = torch.cuda.get_device_capability(device)
+    family, order = devices.family(capability), []
     for candidate in family.order:
-        backend = found[candidate.backend]
+        backend = get(candidate.backend)
         if candidate.generation is not None:
             backend = replace(backend, generation=candidate.generation)  # type: ignore[type-var]
         order.append((candidate.title, backend))
-    return f"{family.title} (compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))})", order
+    return f"{family.title} (compute capability {'.'.join(map(str, capability))})", order
 
 
 @cache

@@ -36,12 +36,17 @@ class Cudnn(TakesOut):
             return "this torch was built without cuDNN"
         if torch.are_deterministic_algorithms_enabled():
             return "torch does not consider cuDNN's attention deterministic"
-        sizes, largest = (call.head_dim, call.v_head_dim), _largest(call.device)
-        if sizes == (192, 128) and _takes_192_with_128(call.device):
+        version, capability = torch.backends.cudnn.version() or 0, torch.cuda.get_device_capability(call.device)
+        sizes = (call.head_dim, call.v_head_dim)
+        if sizes == (192, 128) and version >= 91100 and capability[0] == 10:
             return None
+        # as limited by torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)
+        largest = 256 if version >= 91000 and capability == (9, 0) else 128
         if any(size > largest or size % 8 for size in sizes):
-            many = f"head sizes that are multiples of 8 up to {largest}"
-            return f"cuDNN's attention takes {many} here, not {sizes[0]}, {sizes[1]}"
+            return (
+                f"cuDNN's attention takes head sizes that are multiples of 8 up to {largest} here, not {sizes[0]}, "
+                f"{sizes[1]}"
+            )
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -73,19 +78,6 @@ def _dense(x: Tensor, q: Tensor) -> Tensor:
     order = (*sorted(range(3), key=q.stride, reverse=True), 3)
     dense = x.permute(order).contiguous()
     return dense.flatten().view(dense.shape).permute([order.index(i) for i in range(4)])
-
-
-def _largest(device: torch.device) -> int:
-    """The largest head size, as limited by torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
-    return 256 if _version() >= 91000 and torch.cuda.get_device_capability(device) == (9, 0) else 128
-
-
-def _takes_192_with_128(device: torch.device) -> bool:
-    return _version() >= 91100 and torch.cuda.get_device_capability(device)[0] == 10
-
-
-def _version() -> int:
-    return torch.backends.cudnn.version() or 0
 
 
 BACKEND = Cudnn()

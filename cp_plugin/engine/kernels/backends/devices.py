@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-
 
 class Rate(NamedTuple):
     """TFLOP/s on visible pairs in bfloat16, heads of 128, 16k tokens; a backward pass counts five products."""
@@ -63,8 +61,7 @@ class Family:
 
     def candidate(self, backend: str, generation: int | None = None) -> Candidate | None:
         """That kernel's entry; without a generation its first."""
-        found = (c for c in self.order if c.backend == backend and generation in (None, c.generation))
-        return next(found, None)
+        return next((c for c in self.order if c.backend == backend and generation in (None, c.generation)), None)
 
 
 LAUNCH_S = 5e-6
@@ -142,11 +139,6 @@ FAMILIES = (_OLDER, _AMPERE, _HOPPER, _BLACKWELL, _BLACKWELL_12)
 """By increasing compute capability; newer devices belong to the last one."""
 ELSEWHERE = ("sdpa", *(candidate.backend for candidate in _OURS))
 """Candidates of ``auto`` on devices other than CUDA, best first."""
-
-
-def find(device: torch.device) -> Family:
-    """The family of a CUDA device."""
-    return family(torch.cuda.get_device_capability(device))
 
 
 def family(capability: tuple[int, int]) -> Family:

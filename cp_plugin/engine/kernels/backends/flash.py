@@ -43,7 +43,7 @@ class Flash(TakesOut):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
         causal, size, library = is_causal(q, k, diagonal), v.size(3), self._library(q, v, scores)
         q, k, v = map(_batch_first, library.fit(q, k, v))
-        out, lse, *_ = library.forward(q=q, k=k, v=v, causal=causal, **_given(scores))
+        out, lse, *_ = library.forward(q=q, k=k, v=v, causal=causal, **_keywords(scores))
         batch, rows, heads, _ = q.shape
         if out.shape != (batch, rows, heads, v.size(3)) or lse.shape != (batch, heads, rows):
             raise RuntimeError(
@@ -55,11 +55,8 @@ class Flash(TakesOut):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        causal, sizes, library = (
-            is_causal(q, k, diagonal),
-            (q.size(3), k.size(3), v.size(3)),
-            self._library(q, v, scores),
-        )
+        causal, library = is_causal(q, k, diagonal), self._library(q, v, scores)
+        sizes = q.size(3), k.size(3), v.size(3)
         q, k, v, dout, out = library.fit(q, k, v, dout, term)
         grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v) if library.writes]
         written = dict(zip(("dq", "dk", "dv"), map(_batch_first, grads), strict=False))
@@ -72,11 +69,11 @@ class Flash(TakesOut):
             out=out,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **{library.lse: lse.permute(1, 2, 0).contiguous(), library.causal: causal},
-            **_given(scores),
+            **_keywords(scores),
             **written,
         )
-        found = grads if library.writes else [_batch_first(grad) for grad in returned[:3]]
-        dq, dk, dv = (grad[..., :size] for grad, size in zip(found, sizes, strict=True))
+        grads = grads or [_batch_first(grad) for grad in returned[:3]]
+        dq, dk, dv = (grad[..., :size] for grad, size in zip(grads, sizes, strict=True))
         return dq, dk, dv
 
     def _library(self, q: Tensor, v: Tensor, scores: Scores) -> Library:
@@ -93,22 +90,22 @@ class Flash(TakesOut):
 @lru_cache
 def _chosen(generation: int | None, call: CallInfo, always_equal: bool) -> Library | str:
     """The generation that runs such heads, or why none does."""
-    here, reasons = torch.cuda.get_device_capability(call.device), []
-    preferred = [c.generation for c in devices.family(here).order if c.backend == "flash"]
+    capability, reasons = torch.cuda.get_device_capability(call.device), []
+    preferred = [c.generation for c in devices.family(capability).order if c.backend == "flash"]
     for number in sorted(LOAD, key=[*preferred, *LOAD].index) if generation is None else (generation,):
         try:
             library = LOAD[number]()
         except (ImportError, TypeError) as wrong:
             reasons.append(str(wrong))
             continue
-        reason = library.unsupported(here, call, always_equal)
+        reason = library.unsupported(capability, call, always_equal)
         if reason is None:
             return library
         reasons.append(reason)
     return "; ".join(reasons)
 
 
-def _given(scores: Scores) -> dict[str, float]:
+def _keywords(scores: Scores) -> dict[str, float]:
     """Keywords of a library's functions; a cap only where there is one, since not all of them know it."""
     return {"softmax_scale": scores.scale} | ({} if scores.softcap is None else {"softcap": scores.softcap})
 

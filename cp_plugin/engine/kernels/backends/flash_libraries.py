@@ -39,8 +39,6 @@ _OFF: Mapping[str, Any] = {
     **dict.fromkeys(("rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale")),
 }
 """Values that disable everything but plain attention, in versions 2 and 3."""
-_OFF_4: Mapping[str, Any] = {"return_lse": True}
-"""Version 4 has such defaults for everything; only the log-sum-exp must be requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +136,14 @@ def _flash4() -> Library:
         raise ImportError("flash-attn 4 is not installed: pip install --pre flash-attn-4")
     title = f"flash-attn-4 {_version('flash-attn-4')}"
     module = import_module("flash_attn.cute.interface")
-    given = ("q", "k", "v", "softmax_scale", "causal")
+    shared = ("q", "k", "v", "softmax_scale", "causal")
     try:
         return Library(
             generation=4,
             title=title,
-            # missing in the first betas, where a parameter has another meaning
-            forward=bind(module._flash_attn_fwd, given, _OFF_4, ("return_lse", "min_seqlen_k")),
-            backward=bind(module._flash_attn_bwd, (*given, "out", "dout", "lse", "deterministic"), {}, ("dlse",)),
+            # all else is off by default; the marks are missing in the first betas, where a parameter differs in meaning
+            forward=bind(module._flash_attn_fwd, shared, {"return_lse": True}, ("return_lse", "min_seqlen_k")),
+            backward=bind(module._flash_attn_bwd, (*shared, "out", "dout", "lse", "deterministic"), {}, ("dlse",)),
             lse="lse",
             writes=False,
             two_sizes=True,

@@ -17,19 +17,19 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def bind(
-    function: Callable[..., Any], given: Collection[str], off: Mapping[str, Any], marks: Collection[str] = ()
+    function: Callable[..., Any], passed: Collection[str], off: Mapping[str, Any], marks: Collection[str] = ()
 ) -> partial[Any]:
     """Bind a function with every parameter accounted for; TypeError for a parameter that does not fit.
 
     Args:
-        given: parameters passed in each call; all must exist.
+        passed: parameters passed in each call; all must exist.
         off: values that disable unused features; names that the function lacks are ignored.
         marks: other parameters that must exist, as versions without them are not supported.
     """
-    fixed = {n: value for n, value in off.items() if n in parameters(function) and n not in given}
+    fixed = {n: value for n, value in off.items() if n in parameters(function) and n not in passed}
     real = getattr(function, "_init_fn", function)
     try:
-        inspect.signature(real).bind(**fixed | dict.fromkeys((*given, *marks)))
+        inspect.signature(real).bind(**fixed | dict.fromkeys((*passed, *marks)))
     except TypeError as wrong:
         raise TypeError(f"{real.__name__}: {wrong}") from None
     return partial(function, **fixed)

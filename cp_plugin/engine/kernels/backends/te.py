@@ -35,13 +35,7 @@ _SHARED = ("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "q"
 _SHARED = (*_SHARED, "fused_attention_backend", "attn_scale", "attn_mask_type")
 _FORWARD = (*_SHARED, "is_training", "rng_gen")
 _BACKWARD = (*_SHARED, "o", "d_o", "aux_ctx_tensors", "deterministic")
-_OFF = {
-    "dropout": 0.0,
-    "qkv_layout": LAYOUT,
-    "o_format": "sbhd",
-    "attn_bias_type": "no_bias",
-    "softmax_type": "vanilla",
-}
+_OFF = dict(dropout=0.0, qkv_layout=LAYOUT, o_format="sbhd", attn_bias_type="no_bias", softmax_type="vanilla")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,18 +167,17 @@ def refusal(call: CallInfo, kind: str, ask: Callable[[CallInfo, bool], Arguments
     ask: makes ``query_arguments``; ImportError or TypeError: the library cannot be used.
     """
     try:
-        questions = [ask(call, causal) for causal in (False, True)]
+        library, questions = load(), {_mask(causal): ask(call, causal) for causal in (False, True)}
     except (ImportError, TypeError) as wrong:
         return str(wrong)
-    library = load()
-    for asked in questions:
+    for mask, question in questions.items():
         try:
             with torch.cuda.device(call.device):
-                found, reason = library.query(library.parameters(**asked))
+                selected, reason = library.query(library.parameters(**question))
         except RuntimeError as wrong:
             return f"Transformer Engine {library.version} fails to select a kernel: {wrong}"
-        if found != library.tables.FusedAttnBackend[kind]:
-            what = f"{_mask(asked is questions[1])}, {call.dtype}, head sizes {call.head_dim}, {call.v_head_dim}"
+        if selected != library.tables.FusedAttnBackend[kind]:
+            what = f"{mask}, {call.dtype}, head sizes {call.head_dim}, {call.v_head_dim}"
             name = "FP8 kernel" if kind == "FP8" else "kernel"
             return f"Transformer Engine {library.version} has no {name} for {what}: {reason or 'no reason given'}"
     return None

@@ -79,24 +79,24 @@ class TransformerEngineFp8:
         return te.refusal(call, "FP8", query_arguments)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
-        given = forward_arguments(self.scaling, te.tile_arguments(q, k, v, diagonal, scores))
-        out, aux = load().te.forward(**given)[:2]
-        self.scaling.record("out", given["o_quantizer"].amax)
+        arguments = forward_arguments(self.scaling, te.tile_arguments(q, k, v, diagonal, scores))
+        out, aux = load().te.forward(**arguments)[:2]
+        self.scaling.record("out", arguments["o_quantizer"].amax)
         return _plain(out, q.dtype), te.log_sum_exp(out, aux[0], q, v, spelled("fp8", "comm"))
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
-        (found,) = fused.extents((dout,))
-        as_given = fused.rounded(dout, self.scaling.scale("dout", found.largest, E5M2), E5M2)
-        return fused.out_from_delta(as_given, delta)
+        (extent,) = fused.extents((dout,))
+        rounded = fused.rounded(dout, self.scaling.scale("dout", extent.largest, E5M2), E5M2)
+        return fused.out_from_delta(rounded, delta)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        given = backward_arguments(self.scaling, te.tile_arguments(q, k, v, diagonal, scores), dout, lse, term)
-        found = load().te.backward(**given)[:3]
+        arguments = backward_arguments(self.scaling, te.tile_arguments(q, k, v, diagonal, scores), dout, lse, term)
+        grads = load().te.backward(**arguments)[:3]
         for role in IN_BACKWARD:
-            self.scaling.record(role, given[f"{role}_quantizer"].amax)
-        dq, dk, dv = (_plain(x, q.dtype) for x in found)
+            self.scaling.record(role, arguments[f"{role}_quantizer"].amax)
+        dq, dk, dv = (_plain(x, q.dtype) for x in grads)
         return dq, dk, dv
 
 
@@ -137,24 +137,23 @@ def quantized(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Any:
 
 def forward_arguments(scaling: Scaling, tile: te.Arguments) -> te.Arguments:
     """Arguments of ``fused_attn_fwd`` that differ between tiles; records q, k and v."""
-    found = fused.extents([tile[role] for role in _QKV])
-    for role, extent in zip(_QKV, found, strict=True):
+    extents = fused.extents([tile[role] for role in _QKV])
+    for role, extent in zip(_QKV, extents, strict=True):
         scaling.record(role, extent.largest)
     return {
         **te.forward_arguments(tile),
-        **_quantized(scaling, tile, found),
-        "o_quantizer": quantizer(scaling.scale("out", bound_of_out(found[2]), E4M3), E4M3),
+        **_quantized(scaling, tile, extents),
+        "o_quantizer": quantizer(scaling.scale("out", bound_of_out(extents[2]), E4M3), E4M3),
     }
 
 
 def backward_arguments(scaling: Scaling, tile: te.Arguments, dout: Tensor, lse: Tensor, out: Tensor) -> te.Arguments:
     """Arguments of ``fused_attn_bwd`` that differ between tiles; records dout."""
     q, k, v = (tile[role] for role in _QKV)
-    found = fused.extents((dout, q, k, v, out))
-    of_dout, *of_qkv, of_out = found
+    of_dout, *of_qkv, of_out = extents = fused.extents((dout, q, k, v, out))
     scaling.record("dout", of_dout.largest)
     rows = q.size(0) * (q.size(2) // k.size(2))
-    limits = zip(IN_BACKWARD, bounds(*found, rows, tile["attn_scale"]), strict=True)
+    limits = zip(IN_BACKWARD, bounds(*extents, rows, tile["attn_scale"]), strict=True)
     return {
         **te.backward_arguments(tile, dout, lse, out),
         **_quantized(scaling, tile, of_qkv),
@@ -178,10 +177,10 @@ def query_arguments(call: CallInfo, causal: bool) -> te.Arguments:
     }
 
 
-def _quantized(scaling: Scaling, tile: te.Arguments, found: Sequence[Extent]) -> te.Arguments:
-    given = ((role, tile[role], of.largest) for role, of in zip(_QKV, found, strict=True))
+def _quantized(scaling: Scaling, tile: te.Arguments, extents: Sequence[Extent]) -> te.Arguments:
+    scales = {role: scaling.scale(role, extent.largest, E4M3) for role, extent in zip(_QKV, extents, strict=True)}
     return {
-        **{role: quantized(x, E4M3, scaling.scale(role, largest, E4M3)) for role, x, largest in given},
+        **{role: quantized(tile[role], E4M3, scale) for role, scale in scales.items()},
         "s_quantizer": quantizer(torch.full((), P_SCALE, device=tile["q"].device), E4M3),
         "fused_attention_backend": load().te.tables.FusedAttnBackend["FP8"],
     }
