@@ -150,8 +150,8 @@ def test_auto_launches_what_its_cost_says(gpu: Start, provider: str, mask: str) 
         cp, found = ContextParallel(resolved, mesh=Peerless(resolved.axes, 5)), Counter[str]()
         for block, sizes in kernel_calls(resolved, 5):
             if (each := cost(*block.area, sizes, speeds, LONG)).tiles != 0:
-                found["flash_attn_interface forward" if each.by_library else "triton _forward"] += (
-                    each.by_library and each.tiles
+                found["flash_attn_interface forward" if each.prefers_library else "triton _forward"] += (
+                    each.prefers_library and each.tiles
                 ) or 1
         device.ops.clear()
         q, k, v = (leaf(tokens, 1, heads, 128) for heads in (32, 8, 8))

@@ -324,7 +324,7 @@ class Either:
     def _choose(self, queries: Queries, kv: KeyValues, block: Block) -> InOrder:
         sizes = Sizes.from_tensors(queries.q, kv.k, kv.v)
         estimate = cost(*block.area, sizes, self.speeds, self.own.enough or 0)
-        return InOrder(self.library) if estimate.by_library else self.own
+        return InOrder(self.library) if estimate.prefers_library else self.own
 
 
 @dataclass(frozen=True, slots=True)

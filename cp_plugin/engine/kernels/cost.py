@@ -69,7 +69,7 @@ class Cost(NamedTuple):
     own_s: float
 
     @property
-    def by_library(self) -> bool:
+    def prefers_library(self) -> bool:
         """True if the library runs the block."""
         return self.library_s <= self.own_s
 

@@ -56,7 +56,7 @@ def test_few_large_tiles_go_to_the_library_on_hopper(kernel: str, layout: str, m
     tokens = 2048 if kernel == "flash 3" else 4096
     for n in (tokens, 8192, 65536):
         found = of(gathered(method, layout, n), sizes, HOPPER[kernel])
-        assert found.tiles is not None and found.tiles <= 8 and found.by_library, (n, found)
+        assert found.tiles is not None and found.tiles <= 8 and found.prefers_library, (n, found)
     assert found.tiles == 1 or found.library_s < 0.5 * found.own_s
 
 
@@ -64,13 +64,13 @@ def test_few_large_tiles_go_to_the_library_on_hopper(kernel: str, layout: str, m
 def test_many_small_tiles_go_to_our_kernel(at: Speeds) -> None:
     for tokens, size in ((512, 8), (512, 64), (1024, 64)):
         found = of(gathered("all_gather", "striped", tokens, size), GROUPED, at)
-        assert found.tiles == size and not found.by_library
+        assert found.tiles == size and not found.prefers_library
     documents = tuple(range(0, 8 * 4096 + 1, 64))
     packed = Block(*gathered("all_gather", "zigzag", 4096)[:2], Mask(right=0, documents=documents))
-    assert not of(packed, GROUPED, at).by_library
+    assert not of(packed, GROUPED, at).prefers_library
     narrow = Block((range(65536),), (range(65536),), Mask(left=127, right=0))
     found = of(narrow, GROUPED, at)
-    assert not found.by_library and found.tiles is None, "more than are counted"
+    assert not found.prefers_library and found.tiles is None, "more than are counted"
 
 
 def test_terms_of_the_cost() -> None:
@@ -97,11 +97,11 @@ def test_terms_of_the_cost() -> None:
 
 def test_windows_and_documents_are_counted() -> None:
     wide = Block((range(131072),), (range(131072),), Mask(left=16383, right=0))
-    assert of(wide, GROUPED, HOPPER["flash 3"]).by_library
+    assert of(wide, GROUPED, HOPPER["flash 3"]).prefers_library
     two = Mask(right=0, documents=(0, 30000, 65536))
     packed = Block((range(65536),), (range(65536),), two)
     found = of(packed, GROUPED, HOPPER["flash 3"])
-    assert found.tiles == 2 and found.by_library
+    assert found.tiles == 2 and found.prefers_library
 
 
 def test_counting_stops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,13 +128,13 @@ def test_counting_stops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_speeds_the_library_runs_single_tiles_only() -> None:
-    assert of(Block((range(64),), (range(64),), CAUSAL), GROUPED, None).by_library
+    assert of(Block((range(64),), (range(64),), CAUSAL), GROUPED, None).prefers_library
     for block in (
         gathered("all_gather", "striped", 65536),
         Block((range(64),), (range(64),), Mask(left=9, right=0)),
         Block((range(64),), (range(64),), Mask(right=0, documents=(0, 64))),
     ):
-        assert not of(block, GROUPED, None).by_library
+        assert not of(block, GROUPED, None).prefers_library
 
 
 @pytest.mark.parametrize(("tokens", "by_library"), [(4096, True), (256, False)])
