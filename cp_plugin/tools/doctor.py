@@ -143,7 +143,7 @@ _ROUNDING = 0.2
 
 
 def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> Fact:
-    said = backends.about(backend)
+    said = backends.Traits.from_backend(backend)
     problem = Problem(size=1, heads=4, kv_heads=2, head_dim=64, seq_length=128, dtype=dtype)
     chosen = blocks.choose(Options(), Problem(size=1, head_dim=64, dtype=dtype), device).backends
     libraries = ", ".join(f"{name} {_version(name) or 'not installed'}" for name in said.packages)

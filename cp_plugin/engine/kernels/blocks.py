@@ -92,7 +92,7 @@ def choose(
             )
     else:
         backend, why = backends.choose(options.backend, call, plans=plans and not problem.documents)
-    if scaling is not None and backends.about(backend).in_fp8:
+    if scaling is not None and backends.Traits.from_backend(backend).in_fp8:
         backend = replace(backend, scaling=scaling)  # type: ignore[type-var]
     block_kernel = kernel(backend, problem, device, auto=auto)
     second = (backends.OURS,) if isinstance(block_kernel, Either) else ()

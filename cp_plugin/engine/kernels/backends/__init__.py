@@ -90,7 +90,7 @@ OURS = "triton"
 """The plugin's own kernel, for blocks that are not a few large tiles."""
 
 
-class About(NamedTuple):
+class Traits(NamedTuple):
     """Optional attributes of a backend."""
 
     packages: tuple[str, ...] = ()
@@ -102,21 +102,21 @@ class About(NamedTuple):
     caps: bool = False
     """Whether it can cap scores (``Scores.softcap``)."""
 
-
-def about(backend: AnyBackend) -> About:
-    return About(**{name: getattr(backend, name) for name in About._fields if hasattr(backend, name)})
+    @classmethod
+    def from_backend(cls, backend: AnyBackend) -> Traits:
+        return cls(**{name: getattr(backend, name) for name in cls._fields if hasattr(backend, name)})
 
 
 def refusal(backend: AnyBackend, call: CallInfo) -> str | None:
     """Return why the backend cannot run such a call here, or None."""
-    if call.softcap and not about(backend).caps:
+    if call.softcap and not Traits.from_backend(backend).caps:
         return "it does not cap scores (softcap)"
     return backend.unsupported(call)
 
 
 def fp8_kernels() -> list[str]:
     """Names of the FP8 backends, the default first."""
-    return [name for name, backend in _backends().items() if about(backend).in_fp8]
+    return [name for name, backend in _backends().items() if Traits.from_backend(backend).in_fp8]
 
 
 def names() -> list[str]:
@@ -185,7 +185,7 @@ def _backends() -> dict[str, AnyBackend]:
     built_in = [module.BACKEND for module in modules if hasattr(module, "BACKEND")]
     return with_entry_points(
         ENTRY_POINTS,
-        sorted(built_in, key=lambda b: (about(b).oracle, b.name)),
+        sorted(built_in, key=lambda b: (Traits.from_backend(b).oracle, b.name)),
         fits=lambda b: hasattr(b, "unsupported") and hasattr(b, "forward"),
         one="a cp_plugin attention kernel",
         many="attention kernels",
