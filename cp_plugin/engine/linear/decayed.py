@@ -1,7 +1,7 @@
 """Segments whose values are added to a decaying state.
 
     left              = sum_t  write_t * k_t v_t^T        contribution of the tokens to the state at the segment's end
-    through           = product of all decays             decay of the incoming state
+    factor            = product of all decays             decay of the incoming state
     read      o_t    += (read_t * q_t) S                  contribution of the incoming state to the outputs
 
 ``read_t`` is the decay from the segment's start to token t, ``write_t`` from token t to its end; both are at most 1, so
@@ -30,7 +30,7 @@ class Edges(NamedTuple):
     """``[t, b, g, x]``: from the start through each token."""
     write: Tensor | None
     """``[t, b, g, x]``: from after each token to the end."""
-    through: Tensor | None
+    factor: Tensor | None
     """``[b, g, x]``: from the start to the end."""
 
 
@@ -62,8 +62,8 @@ class Decayed(Segment):
         self.edges = edges(self.x)
 
     @property
-    def through(self) -> Tensor | None:
-        return None if self.edges.through is None else self.edges.through.unsqueeze(-1)
+    def factor(self) -> Tensor | None:
+        return None if self.edges.factor is None else self.edges.factor.unsqueeze(-1)
 
     @property
     def left(self) -> Tensor:
@@ -88,8 +88,8 @@ def forward(x: Tokens) -> Tensor:
     chunks = x.each(fold)
     n = chunks.q.size(1) // b
     each = Decayed(chunks)
-    through = None if each.through is None else each.through.unflatten(0, (n, -1))
-    incoming = scan.states(each.left.unflatten(0, (n, -1)), through)[:-1]
+    factor = None if each.factor is None else each.factor.unflatten(0, (n, -1))
+    incoming = scan.states(each.left.unflatten(0, (n, -1)), factor)[:-1]
     within = in_slabs(_attend_within, chunks, partial(torch.cat, dim=1))
     return unfold(within + each.read(incoming.flatten(0, 1)), n)[:t]
 
@@ -99,7 +99,7 @@ def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
     here, out = Decayed(x), forward(x)
     if initial is None:
         return out, here.left
-    return out + here.read(initial), advance(initial, here.left, here.through)
+    return out + here.read(initial), advance(initial, here.left, here.factor)
 
 
 def _attend_within(x: Tokens) -> Tensor:

@@ -10,10 +10,10 @@ section 3.2). With A_ij = beta_j k_i k_j, decayed from j to i, for j before i:
 
     (I + A) U = V - (read * K) S                linear in S: U = U0 - W S
     o_i      += read_i q_i S + sum_j P_ij beta_j u_j          P_ij = q_i k_j, decayed
-    S'        = through * S + sum_j write_j k_j (beta_j u_j)^T
+    S'        = factor * S + sum_j write_j k_j (beta_j u_j)^T
 
-with ``read``, ``write`` and ``through`` as in ``decayed``. So a chunk is an affine map of the state, too, whose
-``through`` is a matrix [d, d], and chunks combine as others do.
+with ``read``, ``write`` and ``factor`` as in ``decayed``. So a chunk is an affine map of the state, too, whose
+``factor`` is a matrix [d, d], and chunks combine as others do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Chunks(NamedTuple):
     """What reads the incoming state: ``[t, b, g, r, d]``."""
     left: Tensor
     """``[b, g, d, e]``"""
-    through: Tensor
+    factor: Tensor
     """``[b, g, d, d]``"""
 
 
@@ -60,8 +60,8 @@ class Delta(Segment):
         return self._from_zero[-1]
 
     @property
-    def through(self) -> Tensor:
-        each = self._split_chunks(self._chunks.through)
+    def factor(self) -> Tensor:
+        each = self._split_chunks(self._chunks.factor)
         identity = torch.eye(each.size(-1), dtype=each.dtype, device=each.device).expand(each.shape[1:])
         return scan.states(torch.zeros_like(each), each, identity)[-1]
 
@@ -71,7 +71,7 @@ class Delta(Segment):
         return self._out(states), states[-1]
 
     def read(self, incoming: Tensor) -> Tensor:
-        each = self._split_chunks(self._chunks.through)
+        each = self._split_chunks(self._chunks.factor)
         nothing = incoming.new_zeros(each.size(0), *incoming.shape)
         return self._unfolded(self._read(scan.states(nothing, each, incoming)))
 
@@ -79,7 +79,7 @@ class Delta(Segment):
         q = self._chunks.queries
         folded = fold(dout.to(q.dtype)).unflatten(2, q.shape[2:4])
         grads = self._split_chunks(torch.einsum("tbgrd,tbgre->bgde", q, folded))
-        return scan.states(grads.flip(0), self._split_chunks(self._chunks.through).mT.flip(0))[-1]
+        return scan.states(grads.flip(0), self._split_chunks(self._chunks.factor).mT.flip(0))[-1]
 
     def outputs(self, forward: Forward) -> Tensor:
         return self._out(self._from_zero)
@@ -95,7 +95,7 @@ class Delta(Segment):
 
     def _states(self, initial: Tensor | None = None) -> Tensor:
         """Before each chunk and after the last."""
-        return scan.states(self._split_chunks(self._chunks.left), self._split_chunks(self._chunks.through), initial)
+        return scan.states(self._split_chunks(self._chunks.left), self._split_chunks(self._chunks.factor), initial)
 
     def _out(self, states: Tensor) -> Tensor:
         return self._unfolded(self._chunks.own + self._read(states))
@@ -116,8 +116,8 @@ class Widened(Segment):
     Its maps need the same triangular systems as its outputs. Columns of a state do not mix, so d more columns of
     values, all zero, which start from the identity, have the maps in them:
 
-        values [v | 0]  from the state [0 | I]:    outputs [own | queries]    final state [left | through]
-        from a state S:                            own + queries S            left + through S
+        values [v | 0]  from the state [0 | I]:    outputs [own | queries]    final state [left | factor]
+        from a state S:                            own + queries S            left + factor S
     """
 
     def __init__(self, run: Run, x: Tokens, kept: tuple[Tensor, ...] | None = None) -> None:
@@ -131,19 +131,19 @@ class Widened(Segment):
             initial = pad(identity, (e, 0)).expand(*x.k.shape[1:3], d, e + d)
             out, final = self._run(x._replace(v=pad(x.v, (0, d))), initial)
             self._own, queries = out.split((e, d), 3)
-            self.left, through = final.split((e, d), 3)
-            self.kept = queries.contiguous(), through
+            self.left, factor = final.split((e, d), 3)
+            self.kept = queries.contiguous(), factor
 
     @property
-    def through(self) -> Tensor:
+    def factor(self) -> Tensor:
         return self.kept[1]
 
     @property
     def queries(self) -> Tensor:
-        return self.kept[0].to(self.through.dtype).unflatten(2, (self.x.k.size(2), -1))
+        return self.kept[0].to(self.factor.dtype).unflatten(2, (self.x.k.size(2), -1))
 
     def outputs(self, forward: Forward) -> Tensor:
-        return self._own.to(self.through.dtype)
+        return self._own.to(self.factor.dtype)
 
     def gradients(
         self, backward: Backward, dout: Tensor, incoming: Tensor, outgoing: Callable[[], Tensor]
@@ -152,15 +152,15 @@ class Widened(Segment):
 
 
 def _joined(slabs: list[Chunks]) -> Chunks:
-    own, queries, left, through = zip(*slabs, strict=True)
-    return Chunks(torch.cat(own, 1), torch.cat(queries, 1), torch.cat(left), torch.cat(through))
+    own, queries, left, factor = zip(*slabs, strict=True)
+    return Chunks(torch.cat(own, 1), torch.cat(queries, 1), torch.cat(left), torch.cat(factor))
 
 
 def _prepare_chunks(x: Tokens) -> Chunks:
     assert x.beta is not None, "the delta rule needs beta"
     dtype = accumulation_dtype(x.q.dtype)
     q, k, v, beta = group_queries(x).to(dtype), x.k.to(dtype), x.v.to(dtype), x.beta.to(dtype).unsqueeze(-1)
-    read, write, through = edges(x)
+    read, write, factor = edges(x)
     written = k * beta  # beta_j k_j
     reach, within = scores(torch.cat((k.unsqueeze(3), q), 3), written, x).split((1, q.size(3)), 2)  # b g r i j
     sides = torch.cat((v, times(k, read)), 3).permute(1, 2, 0, 3)  # b g t (e + d)
@@ -172,5 +172,5 @@ def _prepare_chunks(x: Tokens) -> Chunks:
     queries = (q if read is None else q * read.unsqueeze(-2)) - taken
     ending = times(written, write)
     left = torch.einsum("tbgd,bgte->bgde", ending, u)
-    kept = torch.ones_like(k[0]) if through is None else through.expand(k.shape[1:])
+    kept = torch.ones_like(k[0]) if factor is None else factor.expand(k.shape[1:])
     return Chunks(own, queries, left, torch.diag_embed(kept) - torch.einsum("tbgd,bgtf->bgdf", ending, w))

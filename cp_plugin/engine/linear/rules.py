@@ -27,7 +27,7 @@ class Rule(NamedTuple):
     fla: tuple[str, str, str]
     """Kernels of flash-linear-attention (``fla.ops``): without decay, with one per head, with one per key dimension."""
     matrix: bool = False
-    """``Segment.through`` is a matrix, which a kernel that takes an initial state computes, too (``Widened``)."""
+    """``Segment.factor`` is a matrix, which a kernel that takes an initial state computes, too (``Widened``)."""
 
 
 ADDED = Rule(decayed.Decayed, decayed.forward, decayed.run, ("simple_gla", "simple_gla", "gla"))

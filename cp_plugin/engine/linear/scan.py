@@ -1,10 +1,10 @@
 r"""Parallel prefix scans along the first dimension: sums of log decays and chunk states.
 
     sums       y_0 + ... + y_t                                    blocks of 64, then their totals, recursively
-    states     S_(t+1) = through_t * S_t + left_t                 binary tree: log2(n) levels up and down
+    states     S_(t+1) = factor_t * S_t + left_t                  binary tree: log2(n) levels up and down
 
-    left 0   left 1   left 2   left 3      a pair is one map:   through = through_1 * through_0
-       \_____/           \_____/                                left    = through_1 * left_0 + left_1
+    left 0   left 1   left 2   left 3      a pair is one map:   factor = factor_1 * factor_0
+       \_____/           \_____/                                left   = factor_1 * left_0 + left_1
            \_________________/
        the level above yields every other state; the ones in between follow by one step
 
@@ -39,75 +39,75 @@ def sums(y: Tensor) -> Tensor:
     return (inside + before.unsqueeze(1)).flatten(0, 1)[:n]
 
 
-def states(left: Tensor, through: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
+def states(left: Tensor, factor: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
     """States before each of n consecutive segments and after the last: ``[n + 1, b, g, d, e]``; differentiable.
 
     Args:
         left: chunk states, the contribution of each segment: ``[n, b, g, d, e]``.
-        through: what becomes of a state across each segment, in the dtype of ``left``: a decay ``[n, b, g, x, 1]`` or
+        factor: what becomes of a state across each segment, in the dtype of ``left``: a decay ``[n, b, g, x, 1]`` or
             a matrix ``[n, b, g, d, d]``; None: it stays.
         initial: state before the first segment, ``[b, g, d, e]``; None: zero.
     """
-    return _States.apply(left, through, left.new_zeros(left.shape[1:]) if initial is None else initial)
+    return _States.apply(left, factor, left.new_zeros(left.shape[1:]) if initial is None else initial)
 
 
-def times(through: Tensor, state: Tensor) -> Tensor:
+def times(factor: Tensor, state: Tensor) -> Tensor:
     """A decay ``[..., x, 1]`` or a matrix ``[..., d, d]``, times a state ``[..., d, e]`` or times another like it."""
-    return through * state if through.size(-1) == 1 else through @ state
+    return factor * state if factor.size(-1) == 1 else factor @ state
 
 
-def transposed(through: Tensor | None) -> Tensor | None:
+def transposed(factor: Tensor | None) -> Tensor | None:
     """Return what becomes of a gradient on its way back."""
-    return through if through is None or through.size(-1) == 1 else through.mT
+    return factor if factor is None or factor.size(-1) == 1 else factor.mT
 
 
 class _States(torch.autograd.Function):
     """Saves only the states; the backward pass is the same scan in reverse."""
 
     @staticmethod
-    def forward(ctx: Any, left: Tensor, through: Tensor | None, initial: Tensor) -> Tensor:
+    def forward(ctx: Any, left: Tensor, factor: Tensor | None, initial: Tensor) -> Tensor:
         found = left.new_empty((left.size(0) + 1, *left.shape[1:]))
-        _fill(found, left, through, initial)
-        ctx.save_for_backward(through, found)
+        _fill(found, left, factor, initial)
+        ctx.save_for_backward(factor, found)
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        through, found = ctx.saved_tensors
+        factor, found = ctx.saved_tensors
         outgoing = torch.empty_like(found)
-        back = None if through is None else transposed(through.flip(0))
+        back = None if factor is None else transposed(factor.flip(0))
         _fill(outgoing, grad[:-1].flip(0), back, grad[-1])
         outgoing = outgoing.flip(0)
-        of_through = None
-        if through is not None and ctx.needs_input_grad[1]:
-            dense = through.size(-1) > 1
-            of_through = outgoing[1:] @ found[:-1].mT if dense else (outgoing[1:] * found[:-1]).sum(-1, keepdim=True)
-            of_through = of_through.sum_to_size(through.shape)
-        return outgoing[1:], of_through, outgoing[0]
+        of_factor = None
+        if factor is not None and ctx.needs_input_grad[1]:
+            dense = factor.size(-1) > 1
+            of_factor = outgoing[1:] @ found[:-1].mT if dense else (outgoing[1:] * found[:-1]).sum(-1, keepdim=True)
+            of_factor = of_factor.sum_to_size(factor.shape)
+        return outgoing[1:], of_factor, outgoing[0]
 
 
-def _fill(out: Tensor, left: Tensor, through: Tensor | None, initial: Tensor) -> None:
+def _fill(out: Tensor, left: Tensor, factor: Tensor | None, initial: Tensor) -> None:
     """Write the n + 1 states to ``out``: pairs recursively to every other place, the rest by one step."""
     n = left.size(0)
     if n == 0:
         out[0] = initial
         return
     first, second = left[: n - 1 : 2], left[1::2]
-    if through is None:
+    if factor is None:
         _fill(out[::2], first + second, None, initial)
         torch.add(out[:n:2], left[::2], out=out[1::2])
     else:
-        of_first, of_second = through[: n - 1 : 2], through[1::2]
+        of_first, of_second = factor[: n - 1 : 2], factor[1::2]
         _fill(out[::2], step(second, of_second, first), times(of_second, of_first), initial)
-        step(left[::2], through[::2], out[:n:2], out=out[1::2])
+        step(left[::2], factor[::2], out[:n:2], out=out[1::2])
 
 
-def step(left: Tensor, through: Tensor, state: Tensor, out: Tensor | None = None) -> Tensor:
-    """``left + through * state``; in one kernel, unless matrices are multiplied."""
-    if through.size(-1) == 1:
-        return torch.addcmul(left, through, state, out=out)
-    return torch.add(left, through @ state, out=out)
+def step(left: Tensor, factor: Tensor, state: Tensor, out: Tensor | None = None) -> Tensor:
+    """``left + factor * state``; in one kernel, unless matrices are multiplied."""
+    if factor.size(-1) == 1:
+        return torch.addcmul(left, factor, state, out=out)
+    return torch.add(left, factor @ state, out=out)
 
 
 def _padded(y: Tensor, rows: tuple[int, int]) -> Tensor:

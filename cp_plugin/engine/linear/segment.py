@@ -1,10 +1,10 @@
 """Segment algebra of linear attention: a segment of tokens is an affine map of the state.
 
-    S' = through * S + left             o_t = (its own output, from a zero state) + read_t(S)
+    S' = factor * S + left             o_t = (its own output, from a zero state) + read_t(S)
 
-Segments are chunks within a rank, or what a rank has of the sequence (``engine.methods.lasp2``). ``through`` is
+Segments are chunks within a rank, or what a rank has of the sequence (``engine.methods.lasp2``). ``factor`` is
 a decay (``decayed``), ``[b, g, x, 1]``, or a matrix (``delta``), ``[b, g, d, d]``; None where nothing decays. Maps
-of consecutive segments combine by ``advance``, too: through = through_2 * through_1.
+of consecutive segments combine by ``advance``, too: factor = factor_2 * factor_1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Segment(ABC):
 
     left: Tensor
     """What the tokens add to the state: ``[b, g, d, e]``."""
-    through: Tensor | None
+    factor: Tensor | None
     """What becomes of the incoming state: ``[b, g, x, 1]`` or ``[b, g, d, d]``; None: it stays."""
     queries: Tensor
     """What reads the incoming state: ``[t, b, g, r, d]``."""
@@ -84,13 +84,13 @@ class Segment(ABC):
         outgoing: the gradient of the state after the segment.
         """
         with torch.enable_grad():
-            after_it = advance(incoming, self.left, self.through)
+            after_it = advance(incoming, self.left, self.factor)
             return gradients([(self.read(incoming), dout), (after_it, outgoing)], self.x.differentiable)
 
 
-def advance(incoming: Tensor, left: Tensor, through: Tensor | None = None) -> Tensor:
-    """The state after a segment: ``through * incoming + left``."""
-    return incoming + left if through is None else scan.step(left, through, incoming)
+def advance(incoming: Tensor, left: Tensor, factor: Tensor | None = None) -> Tensor:
+    """The state after a segment: ``factor * incoming + left``."""
+    return incoming + left if factor is None else scan.step(left, factor, incoming)
 
 
 def recomputed(forward: Forward, dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:

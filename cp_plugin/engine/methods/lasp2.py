@@ -2,7 +2,7 @@
 
     rank 0: M0 -+                 +- S = 0                        o_inter = q S
     rank 1: M1 -+- one AllGather -+- S = M0
-    rank 2: M2 -+   (meanwhile    +- S = through1 M0 + M1         backward: the same with q dout^T in place of k v^T,
+    rank 2: M2 -+   (meanwhile    +- S = factor1 M0 + M1          backward: the same with q dout^T in place of k v^T,
     rank 3: M3 -+    o_intra)     +- S = ...                      scanned from the end of the sequence
 
 Bytes do not depend on the sequence length. The paper has no decay; with one, each segment also sends ``through``, the
@@ -44,7 +44,7 @@ class Lasp2:
         if len(self.parts.order) == 1:  # no state comes before it, and none is missed after it
             return kernel.forward(x), ()
         segment = kernel.segment(x)
-        arriving = self._carry(segment.left, segment.through, back=False)  # post
+        arriving = self._carry(segment.left, segment.factor, back=False)  # post
         out = segment.outputs(kernel.forward)  # compute
         incoming = arriving.wait()  # wait
         return out + segment.read(incoming), (incoming, *segment.kept)  # add
@@ -54,12 +54,12 @@ class Lasp2:
         if len(self.parts.order) == 1:
             return kernel.backward(dout, x)
         segment = kernel.segment(x, kept[1:])
-        arriving = self._carry(segment.read_back(dout), scan.transposed(segment.through), back=True)  # post
+        arriving = self._carry(segment.read_back(dout), scan.transposed(segment.factor), back=True)  # post
         return segment.gradients(kernel.backward, dout, kept[0], arriving.wait)  # compute, wait, add
 
     def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         segment = self.parts.kernel.segment(x)
-        gathering = self._gather(segment.left, segment.through)
+        gathering = self._gather(segment.left, segment.factor)
         out = segment.outputs(self.parts.kernel.forward)
         before, final = self._scan(gathering.wait(), initial=initial)
         return out + segment.read(torch.cat(before)), final
@@ -67,7 +67,7 @@ class Lasp2:
     def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
         """The state before each of this rank's segments (back: the gradient after it), shaped like ``states``.
 
-        states: what the segments add, ``[directions * segments * b, g, d, e]``; through: as ``Segment.through``.
+        states: what the segments add, ``[directions * segments * b, g, d, e]``; through: as ``Segment.factor``.
         """
         gathering = self._gather(states, through)
 

@@ -39,7 +39,7 @@ class Placed:
         cuts = self._own_cuts()
         pieces = self._pieces(x)
         maps = [rule_of(piece).segment(piece) for piece in pieces]
-        gathering = self._gather([each.left for each in maps], [each.through for each in maps], x)  # post
+        gathering = self._gather([each.left for each in maps], [each.factor for each in maps], x)  # post
         out = self.parts.kernel.forward(self._apart(x))  # compute
         incoming = self._states_before(gathering.wait(), back=False)  # wait
         for cut, each, state in zip(cuts, maps, incoming, strict=True):
@@ -51,7 +51,7 @@ class Placed:
         pieces, douts = self._pieces(x), [dout[cut.start : cut.stop] for cut in cuts]
         maps = [rule_of(piece).segment(piece, ()) for piece in pieces]
         read_back = [each.read_back(dout) for each, dout in zip(maps, douts, strict=True)]
-        gathering = self._gather(read_back, [scan.transposed(each.through) for each in maps], x)  # post
+        gathering = self._gather(read_back, [scan.transposed(each.factor) for each in maps], x)  # post
         grads = tuple(grad.clone() for grad in self.parts.kernel.backward(dout, self._apart(x)))  # compute
         outgoing = self._states_before(gathering.wait(), back=True)  # wait
         for cut, each, *of_piece in zip(cuts, maps, douts, kept, outgoing, strict=True):

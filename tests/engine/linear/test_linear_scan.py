@@ -18,10 +18,10 @@ from cp_plugin.planner.trace.memory import Meter
 LONG = 2**17
 
 
-def one_by_one(left: Tensor, through: Tensor | None, initial: Tensor) -> Tensor:
+def one_by_one(left: Tensor, factor: Tensor | None, initial: Tensor) -> Tensor:
     found = [initial]
     for i in range(left.size(0)):
-        found.append(segment.advance(found[-1], left[i], None if through is None else through[i]))
+        found.append(segment.advance(found[-1], left[i], None if factor is None else factor[i]))
     return torch.stack(found)
 
 
@@ -31,17 +31,17 @@ def test_states_equal_the_loop(n: int, x: tuple[int, int] | None) -> None:
     torch.manual_seed(n)
     left = torch.randn(n, 2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
     initial = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
-    leaves, through = [left, initial], None
+    leaves, factor = [left, initial], None
     if x is not None:
-        through = torch.rand(n, 2, 3, *x, dtype=torch.float64) / x[1]
-        through[torch.rand(n) < 0.2] = 0  # documents, or a decay that nothing survives
-        leaves.append(through.requires_grad_())
-    got, want = scan.states(left, through, initial), one_by_one(left, through, initial)
+        factor = torch.rand(n, 2, 3, *x, dtype=torch.float64) / x[1]
+        factor[torch.rand(n) < 0.2] = 0  # documents, or a decay that nothing survives
+        leaves.append(factor.requires_grad_())
+    got, want = scan.states(left, factor, initial), one_by_one(left, factor, initial)
     dout = torch.randn_like(want)
     found, wanted = (torch.autograd.grad(y, leaves, dout) for y in (got, want))
     for a, b in zip((got, *found), (want, *wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(scan.states(left, through)[0], torch.zeros_like(initial), rtol=0, atol=0)
+    torch.testing.assert_close(scan.states(left, factor)[0], torch.zeros_like(initial), rtol=0, atol=0)
 
 
 def in_turn(y: Tensor, dim: int) -> Tensor:
@@ -94,9 +94,9 @@ def test_weights_of_128k_tokens_in_float32(kind: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("kind", KINDS)
 def test_float64_inputs_keep_float64(kind: str) -> None:
     decay = log_decays(kind).double()
-    read, write, through = weights(decay, torch.float64)
+    read, write, factor = weights(decay, torch.float64)
     running, back = decay.cumsum(0), decay.flip(0).cumsum(0).flip(0) - decay
-    for got, want in ((read, running), (write, back), (through, running[-1])):
+    for got, want in ((read, running), (write, back), (factor, running[-1])):
         assert got is not None
         torch.testing.assert_close(got, want.exp(), rtol=1e-9, atol=1e-9)
 

@@ -86,7 +86,7 @@ def rounded(name: str, tensors: dict[str, Tensor | None], wanted: bool) -> tuple
             chunk.v.float(),
             chunk.beta.float().unsqueeze(3),
         )
-        read, write, through = edges(chunk)
+        read, write, factor = edges(chunk)
         pairs = scores(torch.cat((k32.unsqueeze(3), q32), 3), k32 * b32, chunk)
         sides = torch.cat((v32, times(k32, read)), 3).permute(1, 2, 0, 3)
         solved = torch.linalg.solve_triangular(pairs[:, :, 0], sides, upper=False, unitriangular=True)
@@ -94,7 +94,7 @@ def rounded(name: str, tensors: dict[str, Tensor | None], wanted: bool) -> tuple
         new = _half(u - w @ _half(state))
         queries = _half(times(q32.squeeze(3), read)).permute(1, 2, 0, 3)
         outs.append((queries @ _half(state) + _half(pairs[:, :, 1]) @ new).permute(0, 2, 1, 3))
-        state = (1 if through is None else through.unsqueeze(3)) * state
+        state = (1 if factor is None else factor.unsqueeze(3)) * state
         state = state + torch.einsum("tbgd,bgte->bgde", _half(times(k32 * b32, write)), new)
     return torch.cat(outs, 1)[:, : q.size(1)].to(q.dtype), state if wanted else None
 
