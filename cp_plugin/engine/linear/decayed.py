@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cp_plugin.engine.core.dtypes import accumulation_dtype
 from cp_plugin.engine.linear import scan
-from cp_plugin.engine.linear.products import in_slabs, scores
+from cp_plugin.engine.linear.products import run_slabs, scores
 from cp_plugin.engine.linear.segment import Segment, advance
 from cp_plugin.engine.linear.tokens import Tokens, fold, group_queries, log_decays, unfold
 
@@ -90,16 +90,16 @@ def forward(x: Tokens) -> Tensor:
     each = Decayed(chunks)
     factor = None if each.factor is None else each.factor.unflatten(0, (n, -1))
     incoming = scan.states(each.left.unflatten(0, (n, -1)), factor)[:-1]
-    within = in_slabs(_attend_within, chunks, partial(torch.cat, dim=1))
+    within = run_slabs(_attend_within, chunks, partial(torch.cat, dim=1))
     return unfold(within + each.read(incoming.flatten(0, 1)), n)[:t]
 
 
 def run(x: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Outputs and the state after the segment, as ``segment.Run``."""
-    here, out = Decayed(x), forward(x)
+    segment, out = Decayed(x), forward(x)
     if initial is None:
-        return out, here.left
-    return out + here.read(initial), advance(initial, here.left, here.factor)
+        return out, segment.left
+    return out + segment.read(initial), advance(initial, segment.left, segment.factor)
 
 
 def _attend_within(x: Tokens) -> Tensor:

@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from cp_plugin.engine.core.dtypes import accumulation_dtype
 from cp_plugin.engine.linear import scan
 from cp_plugin.engine.linear.decayed import edges, times
-from cp_plugin.engine.linear.products import in_slabs, scores
+from cp_plugin.engine.linear.products import run_slabs, scores
 from cp_plugin.engine.linear.segment import Backward, Forward, Run, Segment, run_gradients
 from cp_plugin.engine.linear.tokens import Tokens, fold, group_queries, unfold
 
@@ -53,7 +53,7 @@ class Delta(Segment):
     def _build(self) -> None:
         folded = self.x.each(fold)
         self._number = folded.q.size(1) // self.x.q.size(1)
-        self._chunks = in_slabs(_prepare_chunks, folded, _joined)
+        self._chunks = run_slabs(_prepare_chunks, folded, _joined)
 
     @property
     def left(self) -> Tensor:
@@ -68,7 +68,7 @@ class Delta(Segment):
     def run(self, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs and the state after the segment, as ``segment.Run``."""
         states = self._states(initial)
-        return self._out(states), states[-1]
+        return self._add_states(states), states[-1]
 
     def read(self, incoming: Tensor) -> Tensor:
         each = self._split_chunks(self._chunks.factor)
@@ -82,7 +82,7 @@ class Delta(Segment):
         return scan.states(grads.flip(0), self._split_chunks(self._chunks.factor).mT.flip(0))[-1]
 
     def outputs(self, forward: Forward) -> Tensor:
-        return self._out(self._from_zero)
+        return self._add_states(self._from_zero)
 
     def gradients(
         self, backward: Backward, dout: Tensor, incoming: Tensor, outgoing: Callable[[], Tensor]
@@ -97,7 +97,7 @@ class Delta(Segment):
         """Before each chunk and after the last."""
         return scan.states(self._split_chunks(self._chunks.left), self._split_chunks(self._chunks.factor), initial)
 
-    def _out(self, states: Tensor) -> Tensor:
+    def _add_states(self, states: Tensor) -> Tensor:
         return self._unfolded(self._chunks.own + self._read(states))
 
     def _read(self, states: Tensor) -> Tensor:

@@ -22,15 +22,15 @@ HELD = 2**24
 each in float32)."""
 
 
-def in_slabs[T](of_chunks: Callable[[Tokens], T], x: Tokens, join: Callable[[list[T]], T]) -> T:
-    """``of_chunks`` for as many chunks at a time as have products of at most ``HELD`` elements; a backward recomputes
+def run_slabs[T](compute: Callable[[Tokens], T], x: Tokens, join: Callable[[list[T]], T]) -> T:
+    """``compute`` for as many chunks at a time as have products of at most ``HELD`` elements; a backward recomputes
     each slab."""
     t, _, g, d = x.k.shape
     by_key = x.log_decay is not None and x.log_decay.size(3) > 1
     size = max(1, HELD // max(x.q.size(2) * t**2, g * d * BLOCK**2 if by_key else 0))
     if size >= x.q.size(1):
-        return of_chunks(x)
-    again = partial(checkpoint, of_chunks, use_reentrant=False, preserve_rng_state=False)
+        return compute(x)
+    again = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
     return join([again(slab) for slab in slabs(x, size)])
 
 
@@ -48,15 +48,10 @@ def scores(q: Tensor, k: Tensor, x: Tokens) -> Tensor:
         hidden = (hidden | (documents[:, :, None] != documents[:, None, :]))[:, None, None]
     if x.log_decay is not None and x.log_decay.size(3) > 1:
         return _multiply_by_dimension(q, k, log_decays(x)).masked_fill(hidden, 0)
-    found = torch.einsum("ibgrd,jbgd->bgrij", q, k)
+    pairs = torch.einsum("ibgrd,jbgd->bgrij", q, k)
     if x.log_decay is not None:
-        found = found * _decay_between(log_decays(x))
-    return found.masked_fill(hidden, 0)
-
-
-def _decay_between(decay: Tensor) -> Tensor:
-    """exp(sum of the log decays ``[t, b, g, 1]`` in (j, i]): ``[b, g, 1, i, j]``, 1 where j is after i."""
-    return _sums_between(decay).squeeze(4).permute(1, 2, 0, 3).exp().unsqueeze(2)
+        pairs = pairs * _sums_between(log_decays(x)).squeeze(4).permute(1, 2, 0, 3).exp().unsqueeze(2)  # b g 1 i j
+    return pairs.masked_fill(hidden, 0)
 
 
 def _sums_between(decay: Tensor) -> Tensor:

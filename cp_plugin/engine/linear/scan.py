@@ -66,23 +66,23 @@ class _States(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, factor: Tensor | None, initial: Tensor) -> Tensor:
-        found = left.new_empty((left.size(0) + 1, *left.shape[1:]))
-        _fill(found, left, factor, initial)
-        ctx.save_for_backward(factor, found)
-        return found
+        filled = left.new_empty((left.size(0) + 1, *left.shape[1:]))
+        _fill(filled, left, factor, initial)
+        ctx.save_for_backward(factor, filled)
+        return filled
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        factor, found = ctx.saved_tensors
-        outgoing = torch.empty_like(found)
+        factor, filled = ctx.saved_tensors
+        outgoing = torch.empty_like(filled)
         back = None if factor is None else transposed(factor.flip(0))
         _fill(outgoing, grad[:-1].flip(0), back, grad[-1])
         outgoing = outgoing.flip(0)
         of_factor = None
         if factor is not None and ctx.needs_input_grad[1]:
             dense = factor.size(-1) > 1
-            of_factor = outgoing[1:] @ found[:-1].mT if dense else (outgoing[1:] * found[:-1]).sum(-1, keepdim=True)
+            of_factor = outgoing[1:] @ filled[:-1].mT if dense else (outgoing[1:] * filled[:-1]).sum(-1, keepdim=True)
             of_factor = of_factor.sum_to_size(factor.shape)
         return outgoing[1:], of_factor, outgoing[0]
 

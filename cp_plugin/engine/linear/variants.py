@@ -245,15 +245,12 @@ def _move_decays(log_decay: tuple[float, ...], device: torch.device) -> Tensor:
 
 @cache
 def variants() -> dict[str, Variant]:
-    """Name -> kind of linear attention, built-in ones first.
-
-    Raises:
-        ValueError: if two kinds share a name, or an entry point does not load a ``Variant``.
-    """
+    """Name -> kind of linear attention, built-in ones first; ValueError if two share a name, or an entry point does not
+    load a ``Variant``."""
     return with_entry_points(
         ENTRY_POINTS,
         _OURS,
-        fits=lambda found: isinstance(found, Variant),
+        fits=lambda loaded: isinstance(loaded, Variant),
         one="a kind of linear attention",
         many="kinds of linear attention",
     )
