@@ -91,10 +91,10 @@ def answer(x: Inputs, rows: Runs, keys: Runs, view: View, scale: float, softcap:
 
 def errors(got: Answer, want: Answer) -> dict[str, float]:
     """Relative error (norm) of each tensor; infinite where finiteness differs."""
-    found = {}
+    relative = {}
     for name, a, b in zip(Answer._fields, got, want, strict=True):
         finite = b.isfinite()
         least = 0.3 * finite.sum() ** 0.5  # where a row sees few keys its gradient is what is left of larger numbers
         error = (a.double() - b)[finite].norm() / b[finite].norm().clamp(min=least)
-        found[name] = error.item() if torch.equal(a.isfinite(), finite) else torch.inf
-    return found
+        relative[name] = error.item() if torch.equal(a.isfinite(), finite) else torch.inf
+    return relative

@@ -14,7 +14,7 @@ from cp_kernels import merge as merging
 from cp_kernels import payload as payloads
 from cp_kernels import rows as row_blocks
 from cp_kernels.visible import Runs, View
-from launches import on_cuda
+from launches import empty_cuda
 from torch import Tensor
 
 Call = Callable[[], object]
@@ -30,15 +30,15 @@ def attention(d: int, e: int, dtype: torch.dtype, queries: Runs = ZIGZAG, keys: 
 
     def qkv() -> tuple[Tensor, Tensor, Tensor]:
         heads = ((8, d), (2, d), (2, e))
-        q, k, v = (on_cuda(TOKENS, 1, n, size, dtype=dtype) for n, size in heads)
+        q, k, v = (empty_cuda(TOKENS, 1, n, size, dtype=dtype) for n, size in heads)
         return q, k, v
 
     def sums() -> tuple[Tensor, Tensor]:
-        return on_cuda(TOKENS, 1, 8, e), on_cuda(TOKENS, 1, 8)
+        return empty_cuda(TOKENS, 1, 8, e), empty_cuda(TOKENS, 1, 8)
 
     def gradients() -> object:
-        dout, delta = on_cuda(TOKENS, 1, 8, e, dtype=dtype), on_cuda(TOKENS, 1, 8)
-        return backward.backward(dout, *qkv(), on_cuda(TOKENS, 1, 8), delta, queries, keys, view, 0.1)
+        dout, delta = empty_cuda(TOKENS, 1, 8, e, dtype=dtype), empty_cuda(TOKENS, 1, 8)
+        return backward.backward(dout, *qkv(), empty_cuda(TOKENS, 1, 8), delta, queries, keys, view, 0.1)
 
     view = View(right=0)
     return {
@@ -52,30 +52,30 @@ def unaligned_attention(d: int, dtype: torch.dtype) -> dict[str, Call]:
     """Odd addresses and strides: nothing is a multiple of 16."""
 
     def cut(heads: int) -> Tensor:
-        return on_cuda(TOKENS, 1, heads, d + 1, dtype=dtype)[..., 1:]
+        return empty_cuda(TOKENS, 1, heads, d + 1, dtype=dtype)[..., 1:]
 
-    def onto() -> object:
-        sums = on_cuda(TOKENS, 1, 8, d), on_cuda(TOKENS, 1, 8)
+    def continued() -> object:
+        sums = empty_cuda(TOKENS, 1, 8, d), empty_cuda(TOKENS, 1, 8)
         return forward.forward(cut(8), cut(2), cut(2), STRIPED, STRIPED, View(), 0.1, sums)
 
-    return {"unaligned forward onto": onto}
+    return {"unaligned forward onto": continued}
 
 
 def merges(e: int, part: torch.dtype = torch.bfloat16, rows: int = 128) -> dict[str, Call]:
     """Running sums with a partial, in place, of all or some rows; and several partials into new memory."""
 
     def sums() -> tuple[Tensor, Tensor]:
-        return on_cuda(rows, 1, 8, e), on_cuda(rows, 1, 8)
+        return empty_cuda(rows, 1, 8, e), empty_cuda(rows, 1, 8)
 
     def partial(every: int = 1) -> tuple[Tensor, Tensor]:
-        return on_cuda(rows // every, 1, 8, e, dtype=part), on_cuda(rows // every, 1, 8)
+        return empty_cuda(rows // every, 1, 8, e, dtype=part), empty_cuda(rows // every, 1, 8)
 
     def some() -> None:
         out, lse = sums()
         merging.merge_into(out[::2], lse[::2], *partial(2))
 
     def chunks() -> object:
-        return merging.merge(on_cuda(4, rows, 1, 8, e, dtype=part).unbind(), on_cuda(4, rows, 1, 8).unbind())
+        return merging.merge(empty_cuda(4, rows, 1, 8, e, dtype=part).unbind(), empty_cuda(4, rows, 1, 8).unbind())
 
     return {
         "merge_into": lambda: merging.merge_into(*sums(), *partial()),
@@ -89,19 +89,19 @@ def copies(d: int, dtype: torch.dtype) -> dict[str, Call]:
     """Row permutation and FP8 payloads."""
 
     def x() -> Tensor:
-        return on_cuda(128, 1, 8, d, dtype=dtype)
+        return empty_cuda(128, 1, 8, d, dtype=dtype)
 
     def order() -> Tensor:
-        return on_cuda(128, dtype=torch.int64)
+        return empty_cuda(128, dtype=torch.int64)
 
     rows, shapes = (TOKENS, TOKENS // 2, 128), [(1, 8, d), (1, 8, max(1, d // 2))]
 
     def pack_message() -> object:
-        return payloads.pack_message([on_cuda(sum(rows), *shape, dtype=dtype) for shape in shapes], [rows] * 2, 64)
+        return payloads.pack_message([empty_cuda(sum(rows), *shape, dtype=dtype) for shape in shapes], [rows] * 2, 64)
 
     def unpack_message() -> object:
         nbytes = payloads._planned((rows,) * 2, tuple(shapes), 64, torch.device("cuda:0")).nbytes
-        return payloads.unpack_message(on_cuda(nbytes, dtype=torch.uint8), shapes, [dtype] * 2, [rows] * 2, 64)
+        return payloads.unpack_message(empty_cuda(nbytes, dtype=torch.uint8), shapes, [dtype] * 2, [rows] * 2, 64)
 
     return {
         "gather_rows": lambda: permute.gather_rows((x(),), order()),
@@ -116,12 +116,12 @@ def row_terms(e: int, dtype: torch.dtype) -> dict[str, Call]:
     """Delta and the stand-in for out; also for the broadcast gradient of a sum."""
 
     def x() -> Tensor:
-        return on_cuda(128, 1, 8, e, dtype=dtype)
+        return empty_cuda(128, 1, 8, e, dtype=dtype)
 
     return {
         "delta": lambda: row_term.delta(x(), x()),
-        "delta of a sum": lambda: row_term.delta(on_cuda(dtype=dtype).expand(128, 1, 8, e), x()),
-        "out_from_delta": lambda: row_term.out_from_delta(x(), on_cuda(128, 1, 8)),
+        "delta of a sum": lambda: row_term.delta(empty_cuda(dtype=dtype).expand(128, 1, 8, e), x()),
+        "out_from_delta": lambda: row_term.out_from_delta(x(), empty_cuda(128, 1, 8)),
     }
 
 
@@ -129,16 +129,16 @@ def convolutions(channels: int, dtype: torch.dtype, width: int = 4) -> dict[str,
     """Of the first channels of a projection: forward, and backward of the halo and of the tokens."""
 
     def weight() -> Tensor:
-        return on_cuda(channels, width, dtype=dtype)
+        return empty_cuda(channels, width, dtype=dtype)
 
     def rows(n: int, of: int = channels) -> Tensor:
-        return on_cuda(n, 1, of, dtype=dtype)
+        return empty_cuda(n, 1, of, dtype=dtype)
 
     def x() -> Tensor:
         return rows(512, 2 * channels)[..., :channels]
 
     def table(lines: int, n: int) -> Tensor:
-        return on_cuda(lines, n, dtype=torch.int32)
+        return empty_cuda(lines, n, dtype=torch.int32)
 
     return {
         "convolve": lambda: convolution.convolve(x(), rows(3), table(width, 512), weight(), rows(1)[0, 0]),
@@ -155,13 +155,13 @@ def float8s(d: int, dtype: torch.dtype) -> dict[str, Call]:
     """Measuring and rounding to both types, of a slice of packed q, k and v."""
 
     def x() -> Tensor:
-        return on_cuda(128, 1, 3, 8, d, dtype=dtype)[:, :, 1]
+        return empty_cuda(128, 1, 3, 8, d, dtype=dtype)[:, :, 1]
 
     return {
         "extents": lambda: float8.extents((x(),)),
-        "quantize e4m3": lambda: float8.quantize(x(), on_cuda(), torch.float8_e4m3fn),
-        "quantize e5m2": lambda: float8.quantize(x(), on_cuda(), torch.float8_e5m2),
-        "rounded e5m2": lambda: float8.rounded(x(), on_cuda(), torch.float8_e5m2),
+        "quantize e4m3": lambda: float8.quantize(x(), empty_cuda(), torch.float8_e4m3fn),
+        "quantize e5m2": lambda: float8.quantize(x(), empty_cuda(), torch.float8_e5m2),
+        "rounded e5m2": lambda: float8.rounded(x(), empty_cuda(), torch.float8_e5m2),
     }
 
 
@@ -172,12 +172,12 @@ def decodes(d: int, e: int, dtype: torch.dtype) -> dict[str, Call]:
 
     def call(packed: bool, tokens: int = 1, batch: int = 2, heads: int = 32) -> object:
         def kept(size: int) -> tuple[Tensor, Tensor | None]:
-            rows = on_cuda(2**17, batch, groups, size, dtype=torch.uint8 if packed else dtype)
-            return rows, on_cuda(2**17, batch, groups, dtype=torch.uint8) if packed else None
+            rows = empty_cuda(2**17, batch, groups, size, dtype=torch.uint8 if packed else dtype)
+            return rows, empty_cuda(2**17, batch, groups, dtype=torch.uint8) if packed else None
 
         values = kept(e) if groups > 1 else None
-        held, positions = on_cuda(2**17, batch, dtype=torch.int32), on_cuda(tokens, batch, dtype=torch.int32)
-        q = on_cuda(tokens, batch, heads, d, dtype=dtype)
+        held, positions = empty_cuda(2**17, batch, dtype=torch.int32), empty_cuda(tokens, batch, dtype=torch.int32)
+        q = empty_cuda(tokens, batch, heads, d, dtype=dtype)
         return decode.merge_parts(*decode.decode(q, kept(d), values, e, held, positions, 0.1, -1))
 
     return {
@@ -188,7 +188,7 @@ def decodes(d: int, e: int, dtype: torch.dtype) -> dict[str, Call]:
     }
 
 
-def in_64_bits(module: ModuleType, call: Call) -> Call:
+def with_64_bits(module: ModuleType, call: Call) -> Call:
     """The call with the index type of tensors of 2^31 elements."""
 
     def made() -> None:
@@ -200,13 +200,13 @@ def in_64_bits(module: ModuleType, call: Call) -> Call:
 
 def memory_bound(d: int, dtype: torch.dtype) -> dict[str, Call]:
     """All kernels but attention, also with 64-bit offsets; those that store where they read also for two rows."""
-    found = merges(d, dtype) | copies(d, dtype) | row_terms(d, dtype) | float8s(d, dtype) | convolutions(8 * d, dtype)
+    calls = merges(d, dtype) | copies(d, dtype) | row_terms(d, dtype) | float8s(d, dtype) | convolutions(8 * d, dtype)
     long = {"gather_rows": permute} | dict.fromkeys(("pack_message", "unpack_message"), payloads)
     long |= {"convolve": convolution, "convolve_back": convolution}
-    found |= {f"{name} of two": call for name, call in merges(d, dtype, 2).items() if "into" in name}
-    in_place = [name for name in found if "into" in name]
+    calls |= {f"{name} of two": call for name, call in merges(d, dtype, 2).items() if "into" in name}
+    in_place = [name for name in calls if "into" in name]
     long |= dict.fromkeys((*in_place, "merge", "delta", "out_from_delta", "extents", "quantize e4m3"), row_blocks)
-    return found | {f"{name}, 64 bits": in_64_bits(module, found[name]) for name, module in long.items()}
+    return calls | {f"{name}, 64 bits": with_64_bits(module, calls[name]) for name, module in long.items()}
 
 
 def without_barriers(folder: str) -> Call:
@@ -222,6 +222,6 @@ def without_barriers(folder: str) -> Call:
     spec.loader.exec_module(module)
 
     def sums() -> tuple[Tensor, Tensor]:
-        return on_cuda(128, 1, 8, 128), on_cuda(128, 1, 8)
+        return empty_cuda(128, 1, 8, 128), empty_cuda(128, 1, 8)
 
     return lambda: module.merge_into(*sums(), *sums())

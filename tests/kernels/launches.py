@@ -1,7 +1,7 @@
 """Compile launches of the kernels for GPUs that are not present.
 
     with launches(90) as made:
-        merge_into(out, lse, part_out, part_lse)      # tensors of on_cuda()
+        merge_into(out, lse, part_out, part_lse)      # tensors of empty_cuda()
     made[0].ptx
 
 The launching code runs as on a GPU, on tensors without data on ``cuda:0``; Triton specializes and compiles through
@@ -58,7 +58,7 @@ class Launch:
     """Bytes of shared memory of a program."""
 
 
-def on_cuda(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def empty_cuda(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor without data on ``cuda:0``; use inside ``launches`` only."""
     return torch.empty(shape, dtype=dtype, device="cuda:0")
 
@@ -75,11 +75,11 @@ def launches(capability: int) -> Iterator[list[Launch]]:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         compiled = run(self, *args, grid=grid, warmup=True, **named)
-        given = dict(zip(self.arg_names, args, strict=False)) | named
+        arguments = dict(zip(self.arg_names, args, strict=False)) | named
         made.append(
             Launch(
                 kernel=self.__name__,
-                grid=_checked(grid(given) if callable(grid) else tuple(grid)),
+                grid=_checked(grid(arguments) if callable(grid) else tuple(grid)),
                 ptx=compiled.asm["ptx"],
                 cubin=compiled.asm.get("cubin", b""),  # a test may leave out the compiler
                 shared=compiled.metadata.shared,

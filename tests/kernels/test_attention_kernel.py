@@ -42,7 +42,7 @@ def run(x: Inputs, rows: Runs, keys: Runs, view: View, scale: float, softcap: fl
 
 
 def assert_right(got: Answer, want: Answer, limit: float) -> None:
-    assert max((found := errors(got, want)).values()) <= limit, found
+    assert max((measured := errors(got, want)).values()) <= limit, measured
 
 
 @each_value
@@ -88,12 +88,12 @@ def test_scales_that_turn_scores_around(scale: float) -> None:
 @given(data=st.data())
 def test_any_runs_heads_and_batches_under_any_mask(data: st.DataObject) -> None:
     def runs() -> Runs:
-        at, found = 0, []
+        at, runs_ = 0, []
         for _ in range(data.draw(st.integers(1, 3))):
             at += data.draw(st.integers(0, 40))
-            found.append(range(at, at + (step := data.draw(st.integers(1, 5))) * data.draw(st.integers(1, 25)), step))
-            at = found[-1][-1] + 1
-        return tuple(found)
+            runs_.append(range(at, at + (step := data.draw(st.integers(1, 5))) * data.draw(st.integers(1, 25)), step))
+            at = runs_[-1][-1] + 1
+        return tuple(runs_)
 
     reach = st.none() | st.integers(0, 60)
     cuts = sorted(data.draw(st.sets(st.integers(1, 400), max_size=4)))

@@ -50,7 +50,7 @@ def inputs(shape: tuple[int, int, int], width: int, halo: int, dtype: torch.dtyp
     }
 
 
-def assert_close(got: Tensor, call: Any, *given: Tensor | None, dtype: torch.dtype) -> None:
+def assert_close(got: Tensor, call: Any, *arguments: Tensor | None, dtype: torch.dtype) -> None:
     """Within the rounding of each term: the same call on absolute values says how large they are."""
 
     def wide(x: Tensor | None, size: bool) -> Tensor | None:
@@ -58,7 +58,7 @@ def assert_close(got: Tensor, call: Any, *given: Tensor | None, dtype: torch.dty
             return x
         return x.double().abs() if size else x.double()
 
-    want, sizes = (call(*(wide(x, size) for x in given)) for size in (False, True))
+    want, sizes = (call(*(wide(x, size) for x in arguments)) for size in (False, True))
     assert got.shape == want.shape
     assert ((got.double() - want).abs() <= ROUNDING[dtype] * sizes).all()
 
@@ -73,9 +73,9 @@ def check(x: Tensor, halo: Tensor, weight: Tensor, bias: Tensor | None, dout: Te
     for rows, table, *others in ((halo, of_halo), (x, of_x, returned, None if returned is None else home)):
         drows, terms = kernel.convolve_back(dout, rows, table, weight, *others)
         assert drows.is_contiguous() and (drows.dtype, terms.dtype) == (x.dtype, sums)
-        given = (dout, rows, table, weight, *others)
-        assert_close(drows, lambda *g: fused.convolve_back(*g)[0], *given, dtype=x.dtype)
-        assert_close(terms, lambda *g: fused.convolve_back(*g)[1], *given, dtype=sums)
+        arguments = (dout, rows, table, weight, *others)
+        assert_close(drows, lambda *g: fused.convolve_back(*g)[0], *arguments, dtype=x.dtype)
+        assert_close(terms, lambda *g: fused.convolve_back(*g)[1], *arguments, dtype=sums)
 
 
 @pairs_at_night
@@ -84,9 +84,9 @@ def check(x: Tensor, halo: Tensor, weight: Tensor, bias: Tensor | None, dout: Te
     ("shape", "width", "halo"), [((5, 2, 6), 4, 3), ((5, 1, 130), 3, 2), ((4, 3, 1), 1, 0), ((14, 2, 3), 13, 12)]
 )
 def test_any_size_and_dtype(shape: tuple[int, int, int], width: int, halo: int, dtype: torch.dtype) -> None:
-    given = inputs(shape, width, halo, dtype)
-    check(**given)
-    check(**given | {"bias": None, "returned": None})
+    tensors = inputs(shape, width, halo, dtype)
+    check(**tensors)
+    check(**tensors | {"bias": None, "returned": None})
 
 
 def test_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +97,8 @@ def test_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_invalid_arguments_are_refused() -> None:
-    given = inputs((5, 2, 6), 4, 3, torch.float32)
-    x, halo, weight, bias = (given[name] for name in ("x", "halo", "weight", "bias"))
+    tensors = inputs((5, 2, 6), 4, 3, torch.float32)
+    x, halo, weight, bias = (tensors[name] for name in ("x", "halo", "weight", "bias"))
     before = tables(4, 5, 3)[0]
     for args, words in (
         ((x, halo.double(), before, weight, bias), r"rows must be \[s, b, c\] of one dtype"),
@@ -120,21 +120,21 @@ LAYOUTS = {"contiguous": None, "zigzag": (0, 2, 3, 20, 33, 48)}
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shards_of_a_sequence(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the whole call, with halos and documents: as without kernels."""
-    given = inputs((48, 2, 6), 4, 0, torch.float64)
+    tensors = inputs((48, 2, 6), 4, 0, torch.float64)
     bounds = None if LAYOUTS[layout] is None else torch.tensor(LAYOUTS[layout])
     ran: list[str] = []
 
     def rank(mesh: Mesh) -> list[Tensor]:
         cp = ContextParallel("lasp2", mesh=mesh, layout=layout)
-        leaves = [cp.shard(given["x"]), given["weight"], given["bias"]]
+        leaves = [cp.shard(tensors["x"]), tensors["weight"], tensors["bias"]]
         leaves = [x.detach().clone().requires_grad_() for x in leaves]
         out = short_convolution(cp, *leaves, cu_seqlens=bounds)
-        return [out.detach(), *torch.autograd.grad(out, leaves, cp.shard(given["dout"]))]
+        return [out.detach(), *torch.autograd.grad(out, leaves, cp.shard(tensors["dout"]))]
 
     want = run_threads(rank, {"cp": 4})
     monkeypatch.setattr(fused, "_kernels", lambda x: not ran.append("kernel"))
-    for found, expected in zip(run_threads(rank, {"cp": 4}), want, strict=True):
-        for a, b in zip(found, expected, strict=True):
+    for results, expected in zip(run_threads(rank, {"cp": 4}), want, strict=True):
+        for a, b in zip(results, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert len(ran) == 4 * 2 + 3 + (layout == "zigzag"), "forward and backward, the latter also of halos"
 

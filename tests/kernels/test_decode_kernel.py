@@ -115,8 +115,8 @@ def test_nothing_of_unused_slots_leaks(what: float, dtype: torch.dtype) -> None:
     clean = kernel.merge_parts(*kernel.decode(q, (k, None), (v, None), 32, held, positions, 0.2, -1))
     unused = held == NOWHERE
     k[unused] = v[unused] = what
-    found = kernel.merge_parts(*kernel.decode(q, (k, None), (v, None), 32, held, positions, 0.2, -1))
-    assert all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(found, clean, strict=True))
+    got = kernel.merge_parts(*kernel.decode(q, (k, None), (v, None), 32, held, positions, 0.2, -1))
+    assert all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(got, clean, strict=True))
 
 
 def test_nonfinite_slots_affect_their_head_only() -> None:
@@ -213,11 +213,11 @@ def test_offsets_beyond_32_bits() -> None:
     far[:] = payload.pack(normal(2, 1, 1, 16), 1)[0].view(torch.uint8)
     near, exponents = far.contiguous(), torch.full((2, 1, 1), 127, dtype=torch.uint8)
     held, positions = books([2], 2)
-    found = [
+    results = [
         kernel.decode(normal(1, 1, 2, 16, seed=1), (x, exponents), (x, exponents), 16, held, positions, 1.0, -1)
         for x in (far, near)
     ]
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and found[0][0].any()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][0].any()
 
 
 def test_parts_depend_on_shapes_alone_and_have_blocks_enough() -> None:

@@ -21,11 +21,11 @@ TYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 def every(dtype: torch.dtype) -> Tensor:
     """All finite float8 numbers, the midpoints, and their float32 neighbours."""
-    found = torch.arange(128, dtype=torch.uint8).view(dtype).double()
-    found = found[found.isfinite()]
-    middles = ((found[1:] + found[:-1]) / 2).float()
+    numbers = torch.arange(128, dtype=torch.uint8).view(dtype).double()
+    numbers = numbers[numbers.isfinite()]
+    middles = ((numbers[1:] + numbers[:-1]) / 2).float()
     up, down = middles.nextafter(torch.tensor(inf)), middles.nextafter(torch.tensor(0.0))
-    x = torch.cat([found.float(), middles, up, down, torch.tensor([1e-30, 1e-45, 1e30, 3e38])])
+    x = torch.cat([numbers.float(), middles, up, down, torch.tensor([1e-30, 1e-45, 1e30, 3e38])])
     return torch.cat([x, -x]).view(1, 1, 1, -1)
 
 
@@ -50,8 +50,8 @@ def test_every_number_and_every_tie(dtype: torch.dtype) -> None:
 def test_extents_of_nonfinite_values(bad: float) -> None:
     x = torch.linspace(-9, 7, 96).view(3, 1, 2, 16)
     x[2, 0, 1, 3] = bad
-    found, want = Extent(*kernel.extents((x,))[0]), scaling.extent(x)
-    torch.testing.assert_close(found, want, rtol=0.0, atol=0.0, equal_nan=True)
+    got, want = Extent(*kernel.extents((x,))[0]), scaling.extent(x)
+    torch.testing.assert_close(got, want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def test_no_tokens() -> None:

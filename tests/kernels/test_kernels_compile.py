@@ -33,9 +33,9 @@ def compiled(what: str, capability: int, *arguments: str) -> list[dict[str, Any]
     command = [sys.executable, str(script), what, str(capability), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert found
-    return found
+    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    assert launches
+    return launches
 
 
 def check(launch: dict[str, Any], capability: int) -> None:
@@ -50,20 +50,20 @@ def check(launch: dict[str, Any], capability: int) -> None:
 @pytest.mark.parametrize("sizes", HEAD_SIZES)
 @pytest.mark.parametrize("capability", SHARED)
 def test_attention_of_every_head_size_compiles_and_fits(capability: int, sizes: str, dtype: str) -> None:
-    found = compiled("attention", capability, sizes, dtype)
+    launches = compiled("attention", capability, sizes, dtype)
     names = ["forward", "forward onto", "backward", "backward", "unaligned forward onto"]
-    assert [launch["name"] for launch in found] == names
-    assert [launch["kernel"] for launch in found] == ["_forward", "_forward", "_dq", "_dkv", "_forward"]
-    for launch in found:
+    assert [launch["name"] for launch in launches] == names
+    assert [launch["kernel"] for launch in launches] == ["_forward", "_forward", "_dq", "_dkv", "_forward"]
+    for launch in launches:
         check(launch, capability)
         if dtype != "float32":
             assert launch["matrix products"] > 0, launch
 
 
 def test_memory_bound_kernels_move_16_bytes_at_a_time() -> None:
-    found = compiled("memory", 90, "128", "bfloat16")
-    assert len({launch["name"] for launch in found}) == len(found), "each call is one launch"
-    for launch in found:
+    launches = compiled("memory", 90, "128", "bfloat16")
+    assert len({launch["name"] for launch in launches}) == len(launches), "each call is one launch"
+    for launch in launches:
         check(launch, 90)
         wide = {what[:2] for what in launch["instructions"] if ".v4.b32" in what or ".v2.b64" in what}
         reduces = launch["kernel"] in ("_delta_kernel", "_extents_kernel")
@@ -72,11 +72,13 @@ def test_memory_bound_kernels_move_16_bytes_at_a_time() -> None:
 
 @pytest.mark.parametrize("capability", [90, pytest.param(80, marks=nightly)])
 def test_float8_instructions_are_used(capability: int) -> None:
-    found = {launch["name"]: launch["instructions"] for launch in compiled("memory", capability, "128", "bfloat16")}
-    assert found["pack_message"]["ld.global.v4.b32"] == 8, "a block of 16 KiB is read once, by 256 threads"
+    instructions = {
+        launch["name"]: launch["instructions"] for launch in compiled("memory", capability, "128", "bfloat16")
+    }
+    assert instructions["pack_message"]["ld.global.v4.b32"] == 8, "a block of 16 KiB is read once, by 256 threads"
     kinds = {"pack_message": "e4m3", "unpack_message": "e4m3", "quantize e4m3": "e4m3", "quantize e5m2": "e5m2"}
     for name, kind in kinds.items():
-        assert any(kind in what for what in found[name]) == (capability >= 89), name
+        assert any(kind in what for what in instructions[name]) == (capability >= 89), name
 
 
 @nightly
@@ -95,13 +97,13 @@ def test_memory_bound_kernels_of_every_head_size_compile_and_fit(capability: int
 @pytest.mark.parametrize("sizes", [*HEAD_SIZES, "320x256", "576x512"])
 @pytest.mark.parametrize("capability", GENERATIONS)
 def test_decode_of_every_head_size_compiles_and_fits(capability: int, sizes: str, dtype: str) -> None:
-    found = compiled("decode", capability, sizes, dtype)
+    launches = compiled("decode", capability, sizes, dtype)
     names = ["decode", "decode of 16 tokens", "decode of a packed cache"]
     names.append("decode of one sequence, heads with keys of their own")
-    assert [(launch["name"], launch["kernel"]) for launch in found] == [
+    assert [(launch["name"], launch["kernel"]) for launch in launches] == [
         (name, kernel) for name in names for kernel in ("_decode", "_merge")
     ], "two launches for 128k slots"
-    for launch in found:
+    for launch in launches:
         check(launch, capability)
         if launch["kernel"] == "_decode":
             assert launch["grid"][0] * launch["grid"][1] >= 128, "programs enough for one sequence or two"

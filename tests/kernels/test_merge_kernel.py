@@ -24,7 +24,7 @@ def partials(n: int, e: int) -> tuple[Tensor, Tensor]:
     return outs, lses
 
 
-def by_definition(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+def merge_exactly(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """In float64 and unlike the kernel: as sums of unnormalised exponentials."""
     weights = lses.double().exp()
     total = weights.sum(0)
@@ -33,7 +33,7 @@ def by_definition(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check(outs: Tensor, lses: Tensor, got: tuple[Tensor, Tensor]) -> None:
-    out, lse = by_definition(outs, lses)
+    out, lse = merge_exactly(outs, lses)
     torch.testing.assert_close(got[0].double(), out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got[1].double(), lse, rtol=1e-6, atol=1e-6)
 
@@ -58,7 +58,7 @@ def test_in_place_leaves_the_rest_alone() -> None:
 def test_large_log_sum_exps_do_not_overflow() -> None:
     outs, lses = partials(3, 4)
     out, lse = kernel.merge(outs.unbind(), (lses + 1000).unbind())
-    want, whole = by_definition(outs, lses)
+    want, whole = merge_exactly(outs, lses)
     torch.testing.assert_close(out.double(), want, rtol=1e-3, atol=1e-3)  # lses + 1000 has lost as many digits
     torch.testing.assert_close(lse.double(), whole + 1000, rtol=1e-6, atol=1e-6)
 

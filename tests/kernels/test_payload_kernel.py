@@ -159,8 +159,8 @@ def message(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor
     """Tensors of several dtypes, and their rows; the first is a slice of the heads."""
     shapes, rows = PARTS[name]
     kinds = [dtype, torch.float16, torch.float32]
-    found = [numbers((sum(of), *shape), kind) for of, shape, kind in zip(rows, shapes, kinds, strict=False)]
-    return [torch.cat((found[0], found[0]), 2)[:, :, : found[0].size(2)], *found[1:]], rows
+    tensors = [numbers((sum(of), *shape), kind) for of, shape, kind in zip(rows, shapes, kinds, strict=False)]
+    return [torch.cat((tensors[0], tensors[0]), 2)[:, :, : tensors[0].size(2)], *tensors[1:]], rows
 
 
 def check_message(tensors: list[Tensor], rows: list[tuple[int, ...]], block: int) -> None:
@@ -171,10 +171,10 @@ def check_message(tensors: list[Tensor], rows: list[tuple[int, ...]], block: int
     want = torch.cat([y.view(torch.uint8).flatten() for x in each for y in payload.pack(x, block)])
     assert torch.equal(got, want) and torch.equal(want, payload.pack_message(tensors, rows, block))
     like = [tuple(x.shape[1:]) for x in tensors], [x.dtype for x in tensors], rows, block
-    for found in zip(kernel.unpack_message(got, *like), payload.unpack_message(got, *like), tensors, strict=True):
-        assert found[0].is_contiguous() and {(x.dtype, x.shape) for x in found} == {(found[2].dtype, found[2].shape)}
-        bits, expected = (x.view(INTEGERS[x.dtype])[~x.isnan()] for x in found[:2])
-        assert torch.equal(found[0].isnan(), found[1].isnan()) and torch.equal(bits, expected)
+    for pair in zip(kernel.unpack_message(got, *like), payload.unpack_message(got, *like), tensors, strict=True):
+        assert pair[0].is_contiguous() and {(x.dtype, x.shape) for x in pair} == {(pair[2].dtype, pair[2].shape)}
+        bits, expected = (x.view(INTEGERS[x.dtype])[~x.isnan()] for x in pair[:2])
+        assert torch.equal(pair[0].isnan(), pair[1].isnan()) and torch.equal(bits, expected)
 
 
 @pairs_at_night
@@ -232,8 +232,8 @@ def test_invalid_arguments_are_refused(module: object) -> None:
 def test_elements_of_another_block_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = kernel._planned
 
-    def faulty(*asked: Any) -> Any:
-        plan = planned(*asked)
+    def faulty(*arguments: Any) -> Any:
+        plan = planned(*arguments)
         table = plan.table.clone()
         table[:, :2, 2] = table[:, :2, 2].flip(1)  # two full ones
         return plan._replace(table=table)

@@ -17,7 +17,7 @@ EXACT = {torch.bfloat16: 2**-7, torch.float32: 2**-22}
 """Half a unit of the last place, and a few for sums; the interpreter cuts bfloat16 off."""
 
 
-def given(e: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor]:
+def operands(e: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor]:
     """dout and out; some rows and elements of dout are 0."""
     generator = torch.Generator().manual_seed(seed)
     dout, out = (torch.randn((*SHAPE, e), generator=generator, dtype=torch.float64) for _ in range(2))
@@ -36,7 +36,7 @@ def check_out(dout: Tensor, delta: Tensor) -> None:
 @pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e-20, 1.0, 1e20, 1e36])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_tiny_and_huge(dtype: torch.dtype, size: float) -> None:
-    dout, out = given(32, torch.float64)
+    dout, out = operands(32, torch.float64)
     dout = (dout / dout.abs().max() * size).to(dtype)
     delta = (dout.double() * out.double()).sum(-1).float()
     check_out(dout, delta)
@@ -47,7 +47,7 @@ def test_gradients_tiny_and_huge(dtype: torch.dtype, size: float) -> None:
 
 
 def test_invalid_arguments_are_refused() -> None:
-    dout, out = given(8)
+    dout, out = operands(8)
     delta = kernel.delta(dout, out)
     for call, words in (
         (lambda: kernel.delta(dout, out[:2]), "one shape"),

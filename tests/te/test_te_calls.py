@@ -58,8 +58,8 @@ def test_arguments_bind_to_the_real_functions(library: te.Library, causal: bool)
     q, k, v, dout = tile()
     one = te.tile_arguments(q, k, v, 0 if causal else 7, Scores(0.1))
     backward = te.backward_arguments(one, dout, torch.zeros(q.shape[:3]), dout)
-    for call, given in ((library.forward, te.forward_arguments(one)), (library.backward, backward)):
-        bound = inspect.signature(call.func).bind(**given, **call.keywords).arguments
+    for call, arguments in ((library.forward, te.forward_arguments(one)), (library.backward, backward)):
+        bound = inspect.signature(call.func).bind(**arguments, **call.keywords).arguments
         tables = library.tables
         assert tables.AttnMaskType[bound["attn_mask_type"]].name == f"NVTE_{'CAUSAL' if causal else 'NO'}_MASK"
         assert tables.QKVLayout[bound["qkv_layout"]].name == "NVTE_SBHD_SBHD_SBHD"
@@ -83,16 +83,16 @@ def test_the_stand_in_of_other_tests_has_the_real_parameters(library: te.Library
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_question_for_a_kernel_is_made_of_real_types(library: te.Library, dtype: torch.dtype) -> None:
     for causal in (True, False):
-        asked = library.parameters(**te.query_arguments(CallInfo(torch.device("cuda"), dtype, 192, 128), causal))
-        for name, annotation in inspect.get_annotations(type(asked), eval_str=True).items():
-            value = getattr(asked, name)
+        question = library.parameters(**te.query_arguments(CallInfo(torch.device("cuda"), dtype, 192, 128), causal))
+        for name, annotation in inspect.get_annotations(type(question), eval_str=True).items():
+            value = getattr(question, name)
             assert isinstance(value, annotation), f"{name} is {value!r}, not a {annotation}"
             assert not str(value).endswith("NOT_SET") or name.endswith("scale_inv_format"), name
         if torch.cuda.is_available():
-            assert library.query(asked)[0] == library.tables.FusedAttnBackend.F16_arbitrary_seqlen
+            assert library.query(question)[0] == library.tables.FusedAttnBackend.F16_arbitrary_seqlen
         else:
             with pytest.raises(RuntimeError, match=r"(?i)cuda.*driver"):
-                library.query(asked)
+                library.query(question)
 
 
 def test_the_compiled_functions_accept_every_argument(library: te.Library) -> None:
@@ -110,8 +110,8 @@ class Kernels:
     """The stand-in's bodies behind TE's own Python functions, called as these call the compiled ones."""
 
     def __getattr__(self, name: str) -> Any:
-        def call(*given: Any) -> list[Any]:
-            named = dict(zip(CUDA_ORDER[name].split(), given, strict=True))
+        def call(*arguments: Any) -> list[Any]:
+            named = dict(zip(CUDA_ORDER[name].split(), arguments, strict=True))
             tables = import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
             for table, key in (
                 (tables.QKVLayout, "qkv_layout"),

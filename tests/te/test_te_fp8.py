@@ -53,8 +53,8 @@ def test_arguments_bind_to_the_real_functions(library: te_fp8.Library, causal: b
     backward = te_fp8.backward_arguments(Scaling(), one, dout, torch.zeros(q.shape[:3]), dout)
     assert {f"{role}_quantizer" for role in IN_BACKWARD} < backward.keys()
     tables = library.te.tables
-    for call, given in ((library.te.forward, forward), (library.te.backward, backward)):
-        bound = inspect.signature(call.func).bind(**given, **call.keywords).arguments
+    for call, arguments in ((library.te.forward, forward), (library.te.backward, backward)):
+        bound = inspect.signature(call.func).bind(**arguments, **call.keywords).arguments
         assert bound["fused_attention_backend"] is tables.FusedAttnBackend.FP8
         assert tables.AttnMaskType[bound["attn_mask_type"]].name == f"NVTE_{'CAUSAL' if causal else 'NO'}_MASK"
         for name, value in bound.items():
@@ -78,38 +78,38 @@ def test_its_float8_tensors_have_our_numbers(library: te_fp8.Library, dtype: tor
 def test_the_question_for_a_kernel_is_made_of_real_types(library: te_fp8.Library) -> None:
     for causal in (True, False):
         call = CallInfo(torch.device("cuda"), torch.bfloat16, 128, 128)
-        asked = library.te.parameters(**te_fp8.query_arguments(call, causal))
-        for name, annotation in inspect.get_annotations(type(asked), eval_str=True).items():
-            assert isinstance(getattr(asked, name), annotation), name
-        assert (asked.qkv_dtype, asked.do_dtype) == (library.types[E4M3], library.types[E5M2])
+        question = library.te.parameters(**te_fp8.query_arguments(call, causal))
+        for name, annotation in inspect.get_annotations(type(question), eval_str=True).items():
+            assert isinstance(getattr(question, name), annotation), name
+        assert (question.qkv_dtype, question.do_dtype) == (library.types[E4M3], library.types[E5M2])
         if not torch.cuda.is_available():
             with pytest.raises(RuntimeError, match=r"(?i)cuda.*driver"):
-                library.te.query(asked)
+                library.te.query(question)
 
 
 class Kernels:
     """What the compiled functions do, as far as numbers go."""
 
     def __getattr__(self, name: str) -> Any:
-        def call(*given: Any) -> list[Any]:
-            named = dict(zip(CUDA_ORDER[name].split(), given, strict=True))
+        def call(*arguments: Any) -> list[Any]:
+            named = dict(zip(CUDA_ORDER[name].split(), arguments, strict=True))
             return (_forward if name == "fused_attn_fwd" else _backward)(named)
 
         return call
 
 
-def _out(quantizer: Any, x: Tensor, dtype: torch.dtype) -> Any:
+def _report(quantizer: Any, x: Tensor, dtype: torch.dtype) -> Any:
     """What a kernel does with a result: reports its largest element, and rounds it, at most to the type's largest."""
     quantizer.amax.copy_(torch.maximum(quantizer.amax, x.abs().amax().float()))
     elements = (x.float() * quantizer.scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
     return quantizer.create_tensor_from_data(elements.view(torch.uint8), fake_dtype=torch.bfloat16)
 
 
-def _diagonal(given: dict[str, Any]) -> int:
-    return 0 if given["attn_mask_type"].name.endswith("CAUSAL_MASK") else given["max_seqlen_kv"] - 1
+def _diagonal(arguments: dict[str, Any]) -> int:
+    return 0 if arguments["attn_mask_type"].name.endswith("CAUSAL_MASK") else arguments["max_seqlen_kv"] - 1
 
 
-class Given(Scaling):
+class KernelScaling(Scaling):
     """What rounds dp by the scale that a kernel was given, and reports it; the rest is rounded outside."""
 
     def __init__(self, dp: Any) -> None:
@@ -123,21 +123,21 @@ class Given(Scaling):
             self.dp.amax.copy_(largest.reshape(1))
 
 
-def _forward(given: dict[str, Any]) -> list[Any]:
-    q, k, v = (given[n].dequantize(dtype=torch.float32) for n in ("q", "k", "v"))
-    assert given["s_quantizer"].scale == 256
-    out, lse = Float8().forward(q, k, v, _diagonal(given), Scores(given["attn_scale"]))
+def _forward(arguments: dict[str, Any]) -> list[Any]:
+    q, k, v = (arguments[n].dequantize(dtype=torch.float32) for n in ("q", "k", "v"))
+    assert arguments["s_quantizer"].scale == 256
+    out, lse = Float8().forward(q, k, v, _diagonal(arguments), Scores(arguments["attn_scale"]))
     rng = torch.zeros(2, dtype=torch.int64)
-    return [_out(given["o_quantizer"], out, E4M3), lse.permute(1, 2, 0).unsqueeze(-1).contiguous(), rng]
+    return [_report(arguments["o_quantizer"], out, E4M3), lse.permute(1, 2, 0).unsqueeze(-1).contiguous(), rng]
 
 
-def _backward(given: dict[str, Any]) -> list[Any]:
-    q, k, v, out, dout = (given[n].dequantize(dtype=torch.float32) for n in ("q", "k", "v", "o", "d_o"))
-    statistics, _ = given["aux_ctx_tensors"]
+def _backward(arguments: dict[str, Any]) -> list[Any]:
+    q, k, v, out, dout = (arguments[n].dequantize(dtype=torch.float32) for n in ("q", "k", "v", "o", "d_o"))
+    statistics, _ = arguments["aux_ctx_tensors"]
     lse = statistics.squeeze(-1).permute(2, 0, 1)
-    kernel = Float8(scaling=Given(given["dp_quantizer"]))
-    grads = kernel.backward(dout, q, k, v, lse, out, _diagonal(given), Scores(given["attn_scale"]))
-    return [_out(given["dqkv_quantizer"], grad, E5M2) for grad in grads]
+    kernel = Float8(scaling=KernelScaling(arguments["dp_quantizer"]))
+    grads = kernel.backward(dout, q, k, v, lse, out, _diagonal(arguments), Scores(arguments["attn_scale"]))
+    return [_report(arguments["dqkv_quantizer"], grad, E5M2) for grad in grads]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -154,8 +154,8 @@ def test_numbers_through_the_real_python_functions(
     for make in kinds:
         ours, other = TransformerEngineFp8(scaling=make()), Float8(scaling=make())
         for size in (1.0, 0.9, 0.01, 1.0):
-            found, limits = (errors(run(kernel, case, size), want) for kernel in (ours, other))
-            assert all(e <= 1.1 * limit for e, limit in zip(found, limits, strict=True)), (size, found, limits)
+            measured, limits = (errors(run(kernel, case, size), want) for kernel in (ours, other))
+            assert all(e <= 1.1 * limit for e, limit in zip(measured, limits, strict=True)), (size, measured, limits)
             if isinstance(ours.scaling, Delayed):
                 ours.scaling.update()
                 other.scaling.update()
@@ -169,7 +169,7 @@ def test_delayed_scales_are_those_of_transformer_engine(
     """Its own update of a history, in the form that runs on any device: where it rounds down, to a power of two."""
     quantization = import_module("transformer_engine.pytorch.quantization")
     recipes = import_module("transformer_engine.common.recipe")
-    found = torch.tensor([1.0, 3.0, 100.0, 0.25, 0.0, 7.0, torch.inf, 0.5, 2.0])
+    maxima = torch.tensor([1.0, 3.0, 100.0, 0.25, 0.0, 7.0, torch.inf, 0.5, 2.0])
     for algorithm, length in (("max", 3), ("max", 1), ("most_recent", 1), ("most_recent", 4)):
         recipe = recipes.DelayedScaling(margin=margin, amax_history_len=length, amax_compute_algo=algorithm)
         history, scale, ours = (
@@ -177,7 +177,7 @@ def test_delayed_scales_are_those_of_transformer_engine(
             torch.ones(1),
             Delayed(length, algorithm=algorithm, margin=margin),
         )
-        for amax in found:
+        for amax in maxima:
             history[0] = amax
             kept = algorithm == "max" and length > 1 and history.isinf().any()  # TE keeps a scale while it remembers
             quantization._amax_and_scale_update(history, scale, 448.0, recipe)

@@ -48,13 +48,13 @@ def _build_rank(words: list[str], planted: bool) -> tuple[Any, Counter[str]]:
     from cp_plugin.megatron.patches import hooks
     from cp_plugin.megatron.selfcheck import audit
 
-    found: list[tuple[Any, Counter[str]]] = []
+    audited: list[tuple[Any, Counter[str]]] = []
     run = audit.run
 
     def audit_and_stop(chunks: list[torch.nn.Module]) -> None:
         run(chunks)
         modules = Counter(type(module).__name__ for chunk in chunks for module in chunk.modules())
-        found.append((audit.coverage(chunks, 0), modules))
+        audited.append((audit.coverage(chunks, 0), modules))
         raise Built
 
     audit.run = audit_and_stop
@@ -64,7 +64,7 @@ def _build_rank(words: list[str], planted: bool) -> tuple[Any, Counter[str]]:
     try:
         runpy.run_module("cp_plugin.pretrain_gpt", run_name="__main__", alter_sys=True)
     except Built:
-        return found[0]
+        return audited[0]
     raise AssertionError("the model was not audited")
 
 

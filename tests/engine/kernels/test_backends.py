@@ -33,8 +33,8 @@ def test_kernel_equals_oracle(name: str, dtype: torch.dtype, kv_heads: int, caus
     for d, e in ((16, 16), (24, 16), (16, 24)):
         sizes = {"kv_heads": kv_heads, "head_dim": d, "v_head_dim": e}
         case = Case(seq_length=48, heads=8, causal=causal, dtype=dtype, **sizes)
-        found = run(backend, case, strided=strided, limit=DTYPES[dtype])
-        assert_close(found, case.reference(), DTYPES[dtype], (name, case))
+        result = run(backend, case, strided=strided, limit=DTYPES[dtype])
+        assert_close(result, case.reference(), DTYPES[dtype], (name, case))
 
 
 @pytest.mark.parametrize("diagonal", [-7, -3, -1, 0, 2, 4, 9])

@@ -28,21 +28,21 @@ class ByPositions:
     """A naive ``BlockBackend`` that records the number of runs in each call."""
 
     name: str = "positions"
-    asked: list[tuple[int, int]] = field(default_factory=list)
+    runs: list[tuple[int, int]] = field(default_factory=list)
 
     def unsupported(self, *_: object) -> None:
         return None
 
     def forward(self, queries: Queries, kv: KeyValues, block: Block, onto: Partial | None = None) -> Partial:
         assert not block.mask.stops, "kernels know documents, not trees"
-        self.asked.append((len(block.rows), len(block.keys)))
+        self.runs.append((len(block.rows), len(block.keys)))
         merged = merge(onto, _attention(queries.q, *kv.tensors, block))
         assert merged is not None
         return merged
 
     def backward(self, queries: Queries, kv: KeyValues, block: Block, onto: Sums = NO_SUMS) -> Gradients:
         (q, dout, lse, delta), (k, v), scale = queries.tensors, kv.tensors, block.scores.scale
-        self.asked.append((len(block.rows), len(block.keys)))
+        self.runs.append((len(block.rows), len(block.keys)))
         scores = (torch.einsum("qbhd,kbhd->bhqk", q, k) * scale).masked_fill(~_seen(*block.area), -torch.inf)
         p = _probabilities(scores, lse.permute(1, 2, 0).unsqueeze(-1))
         dp = torch.einsum("qbhe,kbhe->bhqk", dout, v)
@@ -87,16 +87,16 @@ def tensors(block: Block) -> tuple[Tensor, ...]:
 def test_kernel_choice_and_agreement_of_all_paths(block: Block, goes_to: str) -> None:
     block = block._replace(scores=SCORES)
     q, k, v, dout = tensors(block)
-    mine, tiled = ByPositions(), Tiled(Sdpa())
-    either = Either(tiled, InOrder(Whole(mine), enough=3))
+    own, tiled = ByPositions(), Tiled(Sdpa())
+    either = Either(tiled, InOrder(Whole(own), enough=3))
     ways = (either, InOrder(tiled), InOrder(Whole(ByPositions())), Whole(ByPositions()))
     want = _attention(q, k, v, block)
     for way in ways:
-        found = way.forward(Queries(q), KeyValues(k, v), block)
-        assert found is not None
-        torch.testing.assert_close(found.out, want.out)
-        torch.testing.assert_close(found.lse, want.lse)
-    assert bool(mine.asked) == (goes_to == "own")
+        part = way.forward(Queries(q), KeyValues(k, v), block)
+        assert part is not None
+        torch.testing.assert_close(part.out, want.out)
+        torch.testing.assert_close(part.lse, want.lse)
+    assert bool(own.runs) == (goes_to == "own")
     queries = Queries(q, dout, want.lse, (dout * want.out).sum(-1))
     grads = [way.backward(queries, KeyValues(k, v), block) for way in ways]
     for other in grads[1:]:
@@ -112,28 +112,28 @@ def test_running_partials_with_sorted_tokens(name: str) -> None:
     both = Block(rows, (*first, *second), CAUSAL, SCORES)
     want = _attention(q, torch.cat([k, k2]), torch.cat([v, v2]), both)
     onto = way.forward(Queries(q), KeyValues(k, v), Block(rows, first, CAUSAL, SCORES))
-    found = way.forward(Queries(q), KeyValues(k2, v2), Block(rows, second, CAUSAL, SCORES), onto)
-    assert found is not None
-    torch.testing.assert_close(tuple(found), tuple(want))
+    merged = way.forward(Queries(q), KeyValues(k2, v2), Block(rows, second, CAUSAL, SCORES), onto)
+    assert merged is not None
+    torch.testing.assert_close(tuple(merged), tuple(want))
 
 
 def test_own_kernels_sort_short_runs_only() -> None:
     block = Block(held("striped", 0, 2), held("striped", 1, 3), CAUSAL)
     for enough, runs in ((12, (2, 2)), (13, (1, 1)), (None, (1, 1))):
-        mine = ByPositions()
+        own = ByPositions()
         q, k, v, _ = tensors(block)
-        InOrder(Whole(mine), enough=enough).forward(Queries(q), KeyValues(k, v), block)
-        assert mine.asked == [runs]
+        InOrder(Whole(own), enough=enough).forward(Queries(q), KeyValues(k, v), block)
+        assert own.runs == [runs]
 
 
 def test_disjoint_blocks_are_skipped() -> None:
-    mine, later = ByPositions(), Block(held("contiguous", 0), held("contiguous", 1), CAUSAL)
+    own, later = ByPositions(), Block(held("contiguous", 0), held("contiguous", 1), CAUSAL)
     q, k, v, dout = tensors(later)
     onto = Partial(q, q[..., 0])
-    assert Whole(mine).forward(Queries(q), KeyValues(k, v), later) is None
-    assert Whole(mine).forward(Queries(q), KeyValues(k, v), later, onto) is onto
-    assert Whole(mine).backward(Queries(q, dout, q[..., 0], q[..., 0]), KeyValues(k, v), later) is None
-    assert not mine.asked and not tiles(*later.area)
+    assert Whole(own).forward(Queries(q), KeyValues(k, v), later) is None
+    assert Whole(own).forward(Queries(q), KeyValues(k, v), later, onto) is onto
+    assert Whole(own).backward(Queries(q, dout, q[..., 0], q[..., 0]), KeyValues(k, v), later) is None
+    assert not own.runs and not tiles(*later.area)
 
 
 def test_kernels_on_the_cpu() -> None:

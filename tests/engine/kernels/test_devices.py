@@ -106,11 +106,11 @@ def test_reason_names_rejected_candidates(machine: Machine) -> None:
 
 def test_no_plans_for_packs_and_where_lengths_vary(machine: Machine) -> None:
     fake_te.install(machine.patch)
-    here, packed = Problem(size=2), Problem(size=2, documents=True)
-    for problem, plans in ((here, False), (packed, True)):
-        found = blocks.choose(Options(), problem, CUDA, plans=plans)
-        assert found.backends == ("sdpa", "triton") and "te: it would build a plan for each new shape" in found.why
-    assert blocks.choose(Options(), here, CUDA).backends == ("te", "triton")
+    dense, packed = Problem(size=2), Problem(size=2, documents=True)
+    for problem, plans in ((dense, False), (packed, True)):
+        chosen = blocks.choose(Options(), problem, CUDA, plans=plans)
+        assert chosen.backends == ("sdpa", "triton") and "te: it would build a plan for each new shape" in chosen.why
+    assert blocks.choose(Options(), dense, CUDA).backends == ("te", "triton")
     assert blocks.choose(Options(backend="te"), packed, CUDA).backends == ("te",)
     INSTALL["3"](machine)
     assert blocks.choose(Options(), packed, CUDA).backends == ("flash", "triton")

@@ -199,7 +199,7 @@ def test_unknown_versions_are_refused_by_parameter(machine: Machine) -> None:
 def test_results_in_another_order_are_refused(machine: Machine) -> None:
     kernel = machine.flash3(FA3_2_8)
     parts = sys.modules["flash_attn_interface"]
-    parts._flash_attn_forward = function("f", FA3_2_8[0], lambda given: kernel.forward(given)[::-1])
+    parts._flash_attn_forward = function("f", FA3_2_8[0], lambda arguments: kernel.forward(arguments)[::-1])
     case = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"flash-attn-3 of unknown version returned .*use --cp-backend sdpa"):
         run(case)

@@ -40,18 +40,18 @@ CASES = [
 ]
 
 
-def outside(found: tuple[float, ...], factor: float = 1.25) -> list[str]:
+def outside(measured: tuple[float, ...], factor: float = 1.25) -> list[str]:
     """Tensors whose error exceeds what their roundings imply."""
-    limits = zip(Result._fields, found, IMPLIED, strict=False)
+    limits = zip(Result._fields, measured, IMPLIED, strict=False)
     return [name for name, error, implied in limits if not error <= factor * implied]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.seq_length}-{c.kv_heads}-{c.causal}-{c.dtype}")
 def test_errors_match_the_roundings(case: Case) -> None:
-    for name, found, implied in zip(
+    for name, error, implied in zip(
         Result._fields, errors(run(Float8(), case), case.reference()), IMPLIED, strict=False
     ):
-        assert 0.7 * implied <= found <= 1.25 * implied, (name, found, implied)
+        assert 0.7 * implied <= error <= 1.25 * implied, (name, error, implied)
 
 
 @pytest.mark.parametrize("fault", ["e5m2 everywhere", "gradients unscaled", "a scale too large"])
@@ -66,8 +66,8 @@ def test_planted_faults_are_outside(fault: str, monkeypatch: pytest.MonkeyPatch)
     if fault == "gradients unscaled":  # in a training run they are this small
         q, k, v, dout = case.inputs()
         monkeypatch.setattr(Case, "inputs", lambda self: (q, k, v, dout * 1e-6))
-    found = errors(run(Float8(), case), case.reference())
-    assert any(not e <= 1.25 * implied for e, implied in zip(found, IMPLIED, strict=False)), found
+    measured = errors(run(Float8(), case), case.reference())
+    assert any(not e <= 1.25 * implied for e, implied in zip(measured, IMPLIED, strict=False)), measured
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -169,8 +169,8 @@ def test_errors_of_delayed_scaling_match_the_roundings(kind: str, case: Case) ->
     make, growth = KINDS[kind]
     scaled, want = make(), case.reference()
     for size in (1e-6, 1e-6, growth * 1e-6, 1e-6):
-        found = errors(run(Float8(scaling=scaled), case, size), want)
-        assert not outside(found), (size, found)
+        measured = errors(run(Float8(scaling=scaled), case, size), want)
+        assert not outside(measured), (size, measured)
         scaled.update()
 
 
@@ -189,9 +189,9 @@ def test_delayed_scales_lag_one_step() -> None:
 
 
 def test_histories() -> None:
-    def scales(scaled: Delayed, found: list[float]) -> list[float]:
+    def scales(scaled: Delayed, maxima: list[float]) -> list[float]:
         seen = []
-        for amax in found:
+        for amax in maxima:
             scaled.record("q", torch.tensor(amax))
             scaled.record("q", torch.tensor([amax / 2]))
             scaled.update()
@@ -199,13 +199,13 @@ def test_histories() -> None:
         return seen
 
     assert Delayed().scale("q", torch.tensor(5.0), E4M3) == 64  # of 5: 448 / 5 is 90
-    found = [1.0, 100.0, 0.0, torch.inf, 7.0, 7.0]
-    assert scales(Delayed(), found) == [256, 4, 4, 4, 64, 64]  # nothing, or nothing finite: as before
-    assert scales(Delayed(margin=2), found) == [64, 1, 1, 1, 16, 16]
-    assert scales(Delayed(3, algorithm="max"), found) == [256, 4, 4, 4, 64, 64]
-    assert scales(Delayed(4, algorithm="max"), found) == [256, 4, 4, 4, 4, 64]
+    maxima = [1.0, 100.0, 0.0, torch.inf, 7.0, 7.0]
+    assert scales(Delayed(), maxima) == [256, 4, 4, 4, 64, 64]  # nothing, or nothing finite: as before
+    assert scales(Delayed(margin=2), maxima) == [64, 1, 1, 1, 16, 16]
+    assert scales(Delayed(3, algorithm="max"), maxima) == [256, 4, 4, 4, 64, 64]
+    assert scales(Delayed(4, algorithm="max"), maxima) == [256, 4, 4, 4, 4, 64]
     assert scales(Delayed(3), [8.0, 4.0]) == [32, 64]
-    assert scales(Delayed(roles=("k",)), found) == [64] * 6
+    assert scales(Delayed(roles=("k",)), maxima) == [64] * 6
     assert Delayed().scale("q", torch.tensor(torch.nan), E4M3).isnan()
     with pytest.raises(ValueError, match="length 0, algorithm 'most_recent': 1 step or more"):
         Delayed(0)
@@ -248,13 +248,13 @@ def test_ranks_agree_on_scales() -> None:
         generator, scaled = torch.Generator().manual_seed(index), Delayed(2)
         q, k, v = (torch.randn(16, 1, 2, 16, generator=generator).bfloat16().requires_grad_() for _ in range(3))
         cp.attention(q * (100 if index == 2 else 1), k, v, scaling=scaled).sum().backward()
-        mine = scaled._recorded["q"].item()
+        largest = scaled._recorded["q"].item()
         scaled.update(dist.group.WORLD)
-        return [mine, scaled.scale("q", torch.ones(()), E4M3).item()], scaled.history
+        return [largest, scaled.scale("q", torch.ones(()), E4M3).item()], scaled.history
 
-    found = run_ranks(rank, 4, init_process_group=True)
-    assert [mine > 100 for (mine, _), _ in found] == [False, False, True, False]
-    assert len({scale for (_, scale), _ in found}) == 1 and found[0][0][1] <= 2
-    assert all(torch.equal(history, found[0][1]) for _, history in found)
-    assert found[0][1][0, 0] == max(mine for (mine, _), _ in found)
-    assert (found[0][1][0] > 0).all() and not found[0][1][1].any()
+    ranks = run_ranks(rank, 4, init_process_group=True)
+    assert [largest > 100 for (largest, _), _ in ranks] == [False, False, True, False]
+    assert len({scale for (_, scale), _ in ranks}) == 1 and ranks[0][0][1] <= 2
+    assert all(torch.equal(history, ranks[0][1]) for _, history in ranks)
+    assert ranks[0][1][0, 0] == max(largest for (largest, _), _ in ranks)
+    assert (ranks[0][1][0] > 0).all() and not ranks[0][1][1].any()

@@ -45,13 +45,15 @@ FLASH_ATTN_3 = "hopper.flash_attn_interface"
 def test_installed_libraries_match_the_record(library: str, recorded_version: str) -> None:
     package = INSTALLED[library]
     try:
-        here = version(package).split("+")[0]
+        installed = version(package).split("+")[0]
     except PackageNotFoundError:
         pytest.skip(f"{package} is not installed here")
-    if here != recorded_version:
-        pytest.skip(f"{package} {here} is installed here, not {recorded_version}")
-    files = [source.split()[-1].removesuffix(".py").replace("/", ".") for source in RECORD[library][here]["sources"]]
-    for name, parameters in RECORD[library][here]["functions"].items():
+    if installed != recorded_version:
+        pytest.skip(f"{package} {installed} is installed here, not {recorded_version}")
+    files = [
+        source.split()[-1].removesuffix(".py").replace("/", ".") for source in RECORD[library][installed]["sources"]
+    ]
+    for name, parameters in RECORD[library][installed]["functions"].items():
         if library == "torch":
             schema = parse_schema(f"aten::{name}{parameters}")
             assert _plain(schema) == _plain(getattr(torch.ops.aten, name).default._schema)
@@ -98,14 +100,14 @@ def test_torch_operator_calls_match_their_schemas(monkeypatch: pytest.MonkeyPatc
             called.append(op)
             places = [a for a in schema.arguments if not a.kwarg_only]
             assert len(args) <= len(places), f"{op}: {len(args)} arguments by place, not {len(places)}"
-            given = dict(zip((a.name for a in places), args, strict=False)) | named
+            arguments = dict(zip((a.name for a in places), args, strict=False)) | named
             types = {a.name: str(a.type) for a in schema.arguments}
-            assert set(given) <= set(types)
+            assert set(arguments) <= set(types)
             for argument in schema.arguments:
-                assert argument.name in given or argument.has_default_value(), f"{op} lacks {argument.name}"
-            for argument, value in given.items():
+                assert argument.name in arguments or argument.has_default_value(), f"{op} lacks {argument.name}"
+            for argument, value in arguments.items():
                 assert _FITS[types[argument]](value), f"{op}: {argument} is {value!r}, not {types[argument]}"
-            heads_first = torch.empty(given["query"].shape)
+            heads_first = torch.empty(arguments["query"].shape)
             answers = [heads_first] * 3 if "backward" in op else [heads_first, lse.permute(1, 2, 0)]
             assert [a.name for a in schema.arguments][:4] in (
                 ["query", "key", "value", places[3].name],
@@ -142,10 +144,10 @@ def operator(name: str, blind: float) -> Any:
     schema = getattr(torch.ops.aten, name).default._schema
 
     def call(*args: Any, **named: Any) -> tuple[Any, ...]:
-        given = dict(zip((a.name for a in schema.arguments if not a.kwarg_only), args, strict=False)) | named
-        q, k, v = (given[n].permute(2, 0, 1, 3) for n in ("query", "key", "value"))
-        diagonal = 0 if given["is_causal"] else k.size(0) - 1
-        out, lse = Reference().forward(q, k, v, diagonal, Scores(given["scale"]))
+        arguments = dict(zip((a.name for a in schema.arguments if not a.kwarg_only), args, strict=False)) | named
+        q, k, v = (arguments[n].permute(2, 0, 1, 3) for n in ("query", "key", "value"))
+        diagonal = 0 if arguments["is_causal"] else k.size(0) - 1
+        out, lse = Reference().forward(q, k, v, diagonal, Scores(arguments["scale"]))
         lse = lse.masked_fill(lse == -torch.inf, blind).permute(1, 2, 0).contiguous()
         lse = lse.unsqueeze(-1) if "cudnn" in name else lse
         return (out.permute(1, 2, 0, 3), lse, *[None] * (len(schema.returns) - 2))
@@ -188,8 +190,8 @@ def test_a_row_that_is_blind_in_some_heads_only(causal: bool) -> None:
     q[..., 0] = q[..., 0].abs() + 1
     k[: 3 if causal else 8, :, 0, 0] = -torch.inf
     q[0, 0, 2:] = k[0, 0, 1] = 0  # the one score that the row sees under a causal mask
-    found, want = (backend.forward(q, k, v, 0 if causal else 7, Scores(0.5)) for backend in (Sdpa(), Reference()))
-    torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
+    got, want = (backend.forward(q, k, v, 0 if causal else 7, Scores(0.5)) for backend in (Sdpa(), Reference()))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     assert want[1].isneginf().any(0).any(0).tolist() == [True, True, False, False]
 
 

@@ -55,16 +55,16 @@ def test_own_random_generator(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_queries_both_masks(patch: pytest.MonkeyPatch) -> None:
-    asked = fake_te.install(patch)
+    questions = fake_te.install(patch)
     assert TransformerEngine().unsupported(CallInfo(CUDA, torch.bfloat16, 192, 128)) is None
-    assert [(a["attn_mask_type"], a["head_dim_qk"], a["head_dim_v"]) for a in asked] == [
+    assert [(a["attn_mask_type"], a["head_dim_qk"], a["head_dim_v"]) for a in questions] == [
         ("no_mask", 192, 128),
         ("causal", 192, 128),
     ]
     assert "has no kernel for no_mask, torch.bfloat16, head sizes 512, 512: too large" in refused(512)
     patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     assert TransformerEngine().unsupported(CallInfo(CUDA, torch.bfloat16, 64, 64)) is None
-    assert [a["deterministic"] for a in asked] == [False] * 3 + [True] * 2
+    assert [a["deterministic"] for a in questions] == [False] * 3 + [True] * 2
 
 
 def test_deterministic_backwards(patch: pytest.MonkeyPatch) -> None:
@@ -113,8 +113,8 @@ def test_a_library_that_fails_when_asked(patch: pytest.MonkeyPatch) -> None:
 def test_an_fp8_kernel_for_some_sizes_of_tiles_is_refused(patch: pytest.MonkeyPatch) -> None:
     """As cuDNN's before 9.7; striped tokens have tiles that are one token shorter."""
 
-    def query(asked: fake_te.Given) -> tuple[fake_te.Kinds, str]:
-        fits = all(asked[f"max_seqlen_{side}"] % 128 == 0 for side in ("q", "kv"))
+    def query(question: fake_te.Given) -> tuple[fake_te.Kinds, str]:
+        fits = all(question[f"max_seqlen_{side}"] % 128 == 0 for side in ("q", "kv"))
         return (fake_te.Kinds.FP8, "") if fits else (fake_te.Kinds.No_Backend, "multiples of 128")
 
     fake_te.install(patch, get_fused_attn_backend=query)
@@ -125,7 +125,7 @@ def test_an_fp8_kernel_for_some_sizes_of_tiles_is_refused(patch: pytest.MonkeyPa
 
 
 def test_results_of_another_shape_are_refused(patch: pytest.MonkeyPatch) -> None:
-    body = fake_te.function("fused_attn_fwd", fake_te.FORWARD, lambda given: (given["q"], [given["q"], None]))
+    body = fake_te.function("fused_attn_fwd", fake_te.FORWARD, lambda tile: (tile["q"], [tile["q"], None]))
     fake_te.install(patch, fused_attn_fwd=body)
     q, k, v, _ = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16).inputs()
     with pytest.raises(RuntimeError, match=r"for a q .*use --cp-backend sdpa"):

@@ -53,22 +53,24 @@ def refused(provider: str, case: LinearCase, layout: str) -> bool:
     return providers.get(provider).unsupported(described(case, 2), Options(layout=layout)) is not None
 
 
-def whole(cp: ContextParallel, found: list[Tensor]) -> list[Tensor]:
-    return [x if x.dim() == 1 else cp.unshard(x) for x in found]
+def whole(cp: ContextParallel, results: list[Tensor]) -> list[Tensor]:
+    return [x if x.dim() == 1 else cp.unshard(x) for x in results]
 
 
 def measured(cp: ContextParallel, case: LinearCase) -> tuple[list[Tensor], Formula, list[Any]]:
     """The whole results of one call, and what it sent."""
-    found = run_on_shards(cp, case)
+    results = run_on_shards(cp, case)
     sent = read_ledger(cp.mesh), cp.mesh.ledger.entries()
-    return whole(cp, found), *sent
+    return whole(cp, results), *sent
 
 
 def attend(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return whole(cp, run_on_shards(cp, case, dtype))
 
 
-def on_threads(provider: str, size: int, case: LinearCase, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+def run_on_threads(
+    provider: str, size: int, case: LinearCase, dtype: torch.dtype = torch.float64, **options: Any
+) -> Any:
     def rank(mesh: Mesh) -> list[Tensor]:
         return attend(ContextParallel(provider, mesh=mesh, **options), case, dtype)
 
@@ -79,8 +81,8 @@ def summed(ranks: list[list[Tensor]], case: LinearCase) -> list[list[Tensor]]:
     """Sum the gradient of a per-head decay over ranks."""
     if case.decay != "head":
         return ranks
-    total = torch.stack([found[4] for found in ranks]).sum(0)
-    return [[*found[:4], total, *found[5:]] for found in ranks]
+    total = torch.stack([results[4] for results in ranks]).sum(0)
+    return [[*results[:4], total, *results[5:]] for results in ranks]
 
 
 @decays
@@ -91,9 +93,9 @@ def test_chunked_equals_recurrence(decay: Any, delta: bool, documents: bool, tok
     case = LinearCase(decay=decay, delta=delta, documents=documents, seq_length=tokens)
     *inputs, dout = case.inputs()
     x = case.make_tokens(*inputs)
-    found, want = ((f(x), *recomputed(f, dout, x)) for f in (rules.forward, recurrence.forward))
-    assert len(found) == len(want) == 4 + (decay != "none") + delta
-    assert max(map(relative_error, found, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, found, want))
+    got, want = ((f(x), *recomputed(f, dout, x)) for f in (rules.forward, recurrence.forward))
+    assert len(got) == len(want) == 4 + (decay != "none") + delta
+    assert max(map(relative_error, got, want)) <= 1e-12 if tokens > 1 else all(map(torch.allclose, got, want))
 
 
 @each_pair
@@ -107,7 +109,7 @@ def test_float64(provider: str, layout: str, decay: Any, delta: bool, documents:
     case = LinearCase(decay=decay, delta=delta, documents=documents, causal=causal)
     if refused(provider, case, layout):
         with pytest.raises(RuntimeError, match=f"provider '{provider}' cannot do this"):
-            on_threads(provider, 2, case, layout=layout)
+            run_on_threads(provider, 2, case, layout=layout)
         return
 
     def rank(mesh: Mesh) -> tuple[list[Tensor], Formula, list[Any]]:
@@ -161,12 +163,12 @@ def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: 
     """As fla's, which run only on GPUs: by ``delta.Widened``, here around the recurrence."""
     case = LinearCase(decay=decay, delta=True)
     for size in (1, 2, 4):
-        for got in on_threads(provider, size, case, layout=layout, backend="reference"):
+        for got in run_on_threads(provider, size, case, layout=layout, backend="reference"):
             assert max(map(relative_error, got, case.want())) <= 1e-9, size
     want = case.want(torch.bfloat16)
     alone = attend(ContextParallel(provider, backend="reference"), case, torch.bfloat16)
     for size in (2, 4):
-        got = on_threads(provider, size, case, torch.bfloat16, layout=layout, backend="reference")[0]
+        got = run_on_threads(provider, size, case, torch.bfloat16, layout=layout, backend="reference")[0]
         for x, error, single in zip(got, map(relative_error, got, want), map(relative_error, alone, want), strict=True):
             assert error <= (2 * single if x.dtype == torch.bfloat16 else 1e-4), size
 
@@ -186,7 +188,7 @@ def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPa
     want = case.want(torch.bfloat16)
     alone = list(map(relative_error, attend(ContextParallel("lasp2"), case, torch.bfloat16), want))
     for size in (2, 8):
-        got = list(map(relative_error, on_threads("lasp2", size, case, torch.bfloat16)[0], want))
+        got = list(map(relative_error, run_on_threads("lasp2", size, case, torch.bfloat16)[0], want))
         assert all(error <= max(2 * one, 2**-8) for error, one in zip(got, alone, strict=True)), (size, got, alone)
 
 
@@ -203,13 +205,13 @@ def test_uncut_documents_send_no_states(layout: str) -> None:
 
     def rank(mesh: Mesh) -> tuple[list[Tensor], int]:
         cp = place_documents(ContextParallel("lasp2", mesh=mesh, layout=layout), case.cu_seqlens)
-        found = run_on_shards(cp, case)
+        results = run_on_shards(cp, case)
         sent = len(mesh.ledger.entries())
         with pytest.raises(ValueError, match="'documents' it needs a causal mask"):
-            cp.linear_attention(*found[1:4], causal=False, cu_seqlens=case.cu_seqlens)
+            cp.linear_attention(*results[1:4], causal=False, cu_seqlens=case.cu_seqlens)
         with pytest.raises(ValueError, match="leaves no single final state"):
-            cp.extend_linear(*found[1:4])
-        return whole(cp, found), sent
+            cp.extend_linear(*results[1:4])
+        return whole(cp, results), sent
 
     ranks, sent = zip(*run_threads(rank, {"cp": 4}), strict=True)
     assert set(sent) == {0}
@@ -220,7 +222,7 @@ def test_uncut_documents_send_no_states(layout: str) -> None:
 def test_without_mask_and_decay_states_are_summed(layout: str) -> None:
     """A path of its own: one sum over all segments, two of them on a zigzag rank."""
     case = LinearCase(causal=False)
-    for got in on_threads("lasp2", 4, case, layout=layout):
+    for got in run_on_threads("lasp2", 4, case, layout=layout):
         assert max(map(relative_error, got, case.want())) <= 1e-9
 
 
@@ -238,9 +240,9 @@ def test_float32_and_half(provider: str, layout: str, decay: Any, delta: bool) -
             map(relative_error, attend(ContextParallel("lasp2"), case, torch.bfloat16), case.want(torch.bfloat16))
         )
         for size in (2, 4, 8):
-            got = on_threads(provider, size, case, torch.float32, layout=layout)[0]
+            got = run_on_threads(provider, size, case, torch.float32, layout=layout)[0]
             assert max(map(relative_error, got, case.want(torch.float32))) <= 1e-4, size
-            half = on_threads(provider, size, case, torch.bfloat16, layout=layout)[0]
+            half = run_on_threads(provider, size, case, torch.bfloat16, layout=layout)[0]
             for x, error, alone in zip(half, map(relative_error, half, case.want(torch.bfloat16)), single, strict=True):
                 assert error <= (2 * alone if x.dtype == torch.bfloat16 else 1e-4), (size, "decays are not in half")
 
@@ -256,8 +258,8 @@ def test_long_sequences_of_any_decay_stay_finite(log_decay: float, dimensions: i
     cp = ContextParallel("lasp2")
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = cp.linear_attention(*leaves, decay)
-    found = [out, *torch.autograd.grad(out, [*leaves, decay], torch.ones_like(out))]
-    assert all(x.isfinite().all() for x in found)
+    results = [out, *torch.autograd.grad(out, [*leaves, decay], torch.ones_like(out))]
+    assert all(x.isfinite().all() for x in results)
     if log_decay <= -60:
         assert relative_error(out, (q * k).sum(3, keepdim=True) * v) <= 1e-5, "each token sees itself alone"
     elif log_decay == -1e-7:

@@ -19,10 +19,10 @@ LONG = 2**17
 
 
 def one_by_one(left: Tensor, factor: Tensor | None, initial: Tensor) -> Tensor:
-    found = [initial]
+    states = [initial]
     for i in range(left.size(0)):
-        found.append(segment.advance(found[-1], left[i], None if factor is None else factor[i]))
-    return torch.stack(found)
+        states.append(segment.advance(states[-1], left[i], None if factor is None else factor[i]))
+    return torch.stack(states)
 
 
 @pytest.mark.parametrize("x", [None, (1, 1), (4, 1), (4, 4)], ids=str)
@@ -38,19 +38,19 @@ def test_states_equal_the_loop(n: int, x: tuple[int, int] | None) -> None:
         leaves.append(factor.requires_grad_())
     got, want = scan.states(left, factor, initial), one_by_one(left, factor, initial)
     dout = torch.randn_like(want)
-    found, wanted = (torch.autograd.grad(y, leaves, dout) for y in (got, want))
-    for a, b in zip((got, *found), (want, *wanted), strict=True):
+    grads, wanted = (torch.autograd.grad(y, leaves, dout) for y in (got, want))
+    for a, b in zip((got, *grads), (want, *wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(scan.states(left, factor)[0], torch.zeros_like(initial), rtol=0, atol=0)
 
 
-def in_turn(y: Tensor, dim: int) -> Tensor:
+def running_sums(y: Tensor, dim: int) -> Tensor:
     """``cumsum`` in the dtype of y, as on CUDA along all but the last dimension; the CPU accumulates in float64."""
-    total, found = torch.zeros_like(y.select(dim, 0)), []
+    total, sums = torch.zeros_like(y.select(dim, 0)), []
     for addend in y.unbind(dim):
         total = total + addend
-        found.append(total)
-    return torch.stack(found, dim)
+        sums.append(total)
+    return torch.stack(sums, dim)
 
 
 def log_decays(kind: str) -> Tensor:
@@ -72,15 +72,15 @@ KINDS = ("nearly none", "mild", "gates", "strong between weak", "none", "per hea
 
 def weights(decay: Tensor, dtype: torch.dtype) -> decayed.Edges:
     zeros = torch.zeros(1, 1, 1, 8, dtype=dtype).expand(*decay.shape[:3], 8)
-    found = decayed.edges(Tokens(zeros, zeros, zeros, decay))
-    assert all(y is not None and y.dtype == dtype for y in found)
-    return found
+    edges = decayed.edges(Tokens(zeros, zeros, zeros, decay))
+    assert all(y is not None and y.dtype == dtype for y in edges)
+    return edges
 
 
 def error(decay: Tensor, monkeypatch: pytest.MonkeyPatch) -> float:
     """Largest float32 error of the weights (all at most 1), with running sums as on CUDA."""
     with monkeypatch.context() as patched:
-        patched.setattr(Tensor, "cumsum", in_turn)
+        patched.setattr(Tensor, "cumsum", running_sums)
         got = weights(decay, torch.float32)
     pairs = zip(got, weights(decay, torch.float64), strict=True)
     return max((a.double() - b).abs().max().item() for a, b in pairs)  # type: ignore[union-attr]
@@ -109,7 +109,7 @@ def test_chunks_in_float32(x: int, monkeypatch: pytest.MonkeyPatch) -> None:
     decay = torch.where(noise > 1, -1e4, -noise.abs() * 1e-2)[..., :x]
     want = recurrence.forward(Tokens(q.double(), k.double(), v.double(), decay.double()))
     with monkeypatch.context() as patched:
-        patched.setattr(Tensor, "cumsum", in_turn)
+        patched.setattr(Tensor, "cumsum", running_sums)
         assert relative_error(rules.forward(Tokens(q, k, v, decay)), want) <= 1e-6
 
 

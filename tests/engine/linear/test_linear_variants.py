@@ -124,10 +124,10 @@ def test_all_parameters_and_inputs_have_gradients(name: str) -> None:
     out = apply(layer, q, k, v, gate if layer.variant.gated else None)
     assert out.shape == (S, B, H, D) and layer.q_features(q).size(3) == layer.variant.features.size(D)
     out.square().sum().backward()
-    given = [q, k, v, *([gate] if layer.variant.gated else []), *layer.parameters()]
-    assert all(x.grad is not None and x.grad.abs().max() > 0 for x in given)
+    leaves = [q, k, v, *([gate] if layer.variant.gated else []), *layer.parameters()]
+    assert all(x.grad is not None and x.grad.abs().max() > 0 for x in leaves)
     with no_sums_in_half(torch.bfloat16, added=False):
-        assert apply(layer.bfloat16(), *(x.bfloat16() for x in given[: 3 + layer.variant.gated])).dtype.itemsize == 2
+        assert apply(layer.bfloat16(), *(x.bfloat16() for x in leaves[: 3 + layer.variant.gated])).dtype.itemsize == 2
 
 
 @pytest.mark.parametrize("name", variants())
@@ -138,17 +138,17 @@ def test_generation_equals_the_parallel_form(name: str) -> None:
     want = apply(layer, q, k, v, gate)
     state, outs, sizes = None, [], set()
     for part in (slice(0, 5), *(slice(t, t + 1) for t in range(5, S))):
-        given = (None if x is None else x[part] for x in (q, k, v, gate))
-        out, state = layer.extend(*given, state=state)
+        arguments = (None if x is None else x[part] for x in (q, k, v, gate))
+        out, state = layer.extend(*arguments, state=state)
         outs.append(out)
         sizes.add(tuple(state.shape))
     torch.testing.assert_close(torch.cat(outs), want, rtol=1e-10, atol=1e-12)
     x = layer.prepare(q, k, v, gate)
     assert sizes == {(B, G, x.k.size(3), x.v.size(3))}
-    cp, given = ContextParallel("lasp2"), (x.q, x.k, x.v, x.log_decay)
-    halved, after = cp.extend_linear(*given, scale=0.5)
+    cp, arguments = ContextParallel("lasp2"), (x.q, x.k, x.v, x.log_decay)
+    halved, after = cp.extend_linear(*arguments, scale=0.5)
     torch.testing.assert_close(after, state)
-    torch.testing.assert_close(halved, 0.5 * cp.linear_attention(*given))
+    torch.testing.assert_close(halved, 0.5 * cp.linear_attention(*arguments))
 
 
 @pytest.mark.parametrize("name", variants())
@@ -160,11 +160,11 @@ def test_tensor_parallel_heads_equal_the_whole(name: str) -> None:
     for first in range(G):
         sizes = {"heads": H // G, "kv_heads": 1, "head_dim": D, "v_head_dim": D, "layer": 1, "layers": 4}
         part = LinearAttention(get(name), Heads(first_kv_head=first, all_kv_heads=G, **sizes)).double()
-        mine = slice(first, first + 1)
+        own = slice(first, first + 1)
         queries = slice(first * H // G, (first + 1) * H // G)
-        own_gate = gate[:, :, mine] if part.variant.gated else None
+        own_gate = gate[:, :, own] if part.variant.gated else None
         torch.testing.assert_close(
-            apply(part, q[:, :, queries], k[:, :, mine], v[:, :, mine], own_gate), want[:, :, queries]
+            apply(part, q[:, :, queries], k[:, :, own], v[:, :, own], own_gate), want[:, :, queries]
         )
 
 
@@ -213,8 +213,8 @@ def test_the_adapter_to_flash_linear_attention(
     torch.testing.assert_close(fla.forward(x), recurrence.forward(x))
     state = torch.randn(*k.shape[1:], values, dtype=torch.float64)
     dout, dfinal = torch.randn(*q.shape[:3], values, dtype=torch.float64), torch.randn_like(state)
-    found, want = (run_gradients(run, detached(x), dout, state, dfinal) for run in (fla.run, recurrence.run))
-    for a, b in zip((*fla.run(x, state), *found), (*recurrence.run(x, state), *want), strict=True):
+    grads, want = (run_gradients(run, detached(x), dout, state, dfinal) for run in (fla.run, recurrence.run))
+    for a, b in zip((*fla.run(x, state), *grads), (*recurrence.run(x, state), *want), strict=True):
         torch.testing.assert_close(a, b)
     assert called == {FLA[decay, delta]}
 
