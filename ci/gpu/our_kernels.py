@@ -1,39 +1,33 @@
 """Our own kernels against their definitions: attention, merging, permuting, packing, decoding, short convolutions.
 
-Attention has the cases of ``tests/kernels/test_attention_kernel.py``, on longer sequences. Compiling takes most of the
-time, so every process has kernels of its own: those of head sizes and numbers, a dtype and a direction. They include
-what later steps time, which then find it compiled.
+Attention has the cases of ``tests/kernels/brute.py``, and all else those of ``tests/kernels/operations.py``, on longer
+sequences. Compiling takes most of the time, so every process has kernels of its own: those of head sizes and numbers, a
+dtype and a direction. They include what later steps time, which then find it compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
 from itertools import product
-from types import ModuleType
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import NamedTuple
 
 import brute
+import operations
 import torch
 from cases import kernel, lacking
 from record import Found, Row, Step, found_by, worst
 from spread import check_each
 from torch import Tensor
 
-from cp_plugin.engine.core import payload
 from cp_plugin.engine.core.block import Scores
 from cp_plugin.engine.core.dtypes import dtype_name
 from cp_plugin.engine.inference import store
-from cp_plugin.engine.kernels import fused as fused_operations
 
 _CPU = torch.device("cpu")
-MERGED = {torch.float32: 8 * 2**-21, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-"""Largest relative error of a merged output: half a unit in the last place; in float32 the error of a log-sum-exp up to
-16, which becomes a weight's, in up to 8 merges. Twice that in Triton's interpreter, which truncates."""
-
-
+SUMMED = {torch.float32: 8 * 2**-21, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Largest relative error of a sum: half a unit in the last place; in float32 the error of a log-sum-exp up to 16, which
+becomes a weight's, in up to 8 merges. Twice that in Triton's interpreter, which truncates."""
 DECODED = 2e-2
 """Of decoding, whose weights are rounded to the cache's bfloat16."""
 FUSED = "fused"
@@ -173,140 +167,54 @@ def halves(x: brute.Inputs, keys: brute.Runs) -> list[tuple[brute.Runs, Tensor, 
 
 
 def fused() -> Iterator[Row]:
-    """Merging, decoding, permuting, packing, short convolutions."""
-    device, s, e = (torch.device("cuda"), 1000, 128) if torch.cuda.is_available() else (_CPU, 12, 16)
-    calls = [*merging(device, s, e), *decoding(device, s, e), *moving(device, s, e), *convolutions(device, s, 4 * e)]
-    for name, call in calls:
-        ok, detail = found_by(call)
-        yield FUSED, name, ok, {"of": (f"kernel {name.split(',')[0]}",)} | detail
-
-
-Named = Iterator[tuple[str, Callable[[], Found]]]
-"""Comparisons of a kernel with its definition; a name begins with that of the kernel."""
-
-
-def random(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
-
-
-def merging(device: torch.device, s: int, e: int) -> Named:
-    from cp_kernels import merge
-
-    for n, dtype in product((2, 3, 8) if s > 100 else (3,), (torch.bfloat16, torch.float16, torch.float32)):
-        outs, lses = random(device, n, s, 2, 4, e, dtype=dtype), 5 * random(device, n, s, 2, 4)
-        lses[0, : s // 2] = lses[:, s // 3] = -torch.inf
-        want = in_plain_torch("merge", outs.double().unbind(), lses.double().unbind())
-
-        def into(outs: Tensor = outs, lses: Tensor = lses) -> tuple[Tensor, Tensor]:
-            total = torch.zeros(2 * s, *outs.shape[2:], device=device)[::2], lses[0].clone()
-            total[0].copy_(outs[0])
-            for out, lse in zip(outs[1:], lses[1:], strict=True):
-                merge.merge_into(*total, out, lse)
-            return total
-
-        def once(x: Tensor = outs, y: Tensor = lses) -> tuple[Tensor, Tensor]:
-            return merge.merge(x.unbind(), y.unbind(), x.dtype)
-
-        for name, call in (("merge", once), ("merge_into", into)):
-            yield f"{name}, {n} of {dtype_name(dtype)}", lambda call=call, want=want: close(call(), want)
-
-
-def decoding(device: torch.device, s: int, e: int) -> Named:
-    """One query's attention to a cache in each of its formats, beside the same in plain torch."""
-    from cp_kernels import decode as kernels
-
+    """All that pass over memory once, in each dtype, and attention to a cache in each of its formats."""
+    device, shape = (torch.device("cuda"), (1000, 2, 4, 128)) if torch.cuda.is_available() else (_CPU, (12, 2, 4, 16))
+    for dtype, name in product((torch.bfloat16, torch.float16, torch.float32), operations.OPERATIONS):
+        x = operations.Operands.random(shape, dtype).each(lambda y: y.to(device))
+        ok, detail = found_by(partial(compare, name, x))
+        yield FUSED, f"{name}, {dtype_name(dtype)}", ok, {"of": (f"kernel {name.split()[0]}",)} | detail
     for fp8, stored in ((False, "in bfloat16"), (True, "in one byte an element")):
-        q, k, v = (random(device, n, 2, h, e, dtype=torch.bfloat16) for n, h in ((1, 8), (s, 2), (s, 2)))
-        kept = store.Cache(s, e, k[:1], v[:1], fp8=fp8)
-        kept.put(slice(s), k, v)
-        held = torch.arange(s, dtype=torch.int32, device=device)[:, None].expand(s, 2).contiguous()
-        last = torch.full((1, 2), s, dtype=torch.int32, device=device)
-
-        def near(q: Tensor = q, kept: store.Cache = kept, held: Tensor = held, last: Tensor = last) -> Found:
-            got = kernels.merge_parts(*kernels.decode(q, *kept.kept(s), e, held, last, e**-0.5, -1))
-            with patch.object(fused_operations, "_kernels", lambda x: False):
-                want = store.attend(q.double(), kept, held, last, Scores(e**-0.5))
-            errors = {
-                name: ((a - b).norm() / b.norm()).item() for name, a, b in zip(("out", "lse"), got, want, strict=True)
-            }
-            return worst(errors, {"out": DECODED, "lse": 1e-5})
-
-        yield f"decode, {stored}", near
+        ok, detail = found_by(partial(decode, device, shape[0], shape[3], fp8=fp8))
+        yield FUSED, f"decode, {stored}", ok, {"of": ("kernel decode",)} | detail
 
 
-def moving(device: torch.device, s: int, e: int) -> Named:
-    """Permuting and packing, bit for bit."""
-    order = torch.randperm(s, generator=torch.Generator().manual_seed(0)).to(device)
-    calls: list[tuple[str, str, tuple[Any, ...]]] = []
-    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
-        x = random(device, s, 2, 4, e)
-        x = x.view(dtype) if dtype == torch.uint8 else (100 * x).to(dtype)
-        calls += [(name, dtype_name(dtype), ((x,), order)) for name in ("gather_rows", "scatter_rows")]
-    for dtype, block in product((torch.bfloat16, torch.float16), (4, 64)):
-        kind = f"blocks of {block}, {dtype_name(dtype)}"
-        scales = torch.exp2(40 * random(device, s, 2, 4, 1)).to(dtype).clamp(2**-12, 2**12)
-        x = random(device, s, 2, 4, e, dtype=dtype) * scales
-        calls += [("pack", kind, (x, block)), ("unpack", kind, (*payload.pack(x, block), block, dtype))]
-        tensors = [(random(device, s, 2, n, e) * torch.exp2(4 * random(device, s, 2, n, 1))).to(dtype) for n in (4, 1)]
-        rows = [(s // 2, 0, 3, s - s // 2 - 3)] * 2  # to ranks that see many rows, none and few
-        like = [tuple(x.shape[1:]) for x in tensors], [dtype] * 2, rows, block
-        calls.append(("pack_message", kind, (tensors, rows, block)))
-        calls.append(("unpack_message", kind, (payload.pack_message(tensors, rows, block), *like)))
-    for name, kind, given in calls:
-        yield f"{name}, {kind}", partial(same, name, given)
+def compare(name: str, x: operations.Operands) -> Found:
+    """Sums with plain torch in float64, by norms; all else with plain torch bit for bit."""
+    call, sums = operations.OPERATIONS[name], name in operations.SUMS
+    got = operations.run(lambda: call(x), kernels=True)
+    want = operations.run(lambda: call(x.each(torch.Tensor.double) if sums else x), kernels=False)
+    pairs = list(zip(got, want, strict=True))
+    if not sums:
+        differ = sum((a.view(torch.uint8) != b.contiguous().view(torch.uint8)).sum().item() for a, b in pairs)
+        return differ == 0, {"bytes that differ": differ}
+    errors = {f"result {i}": relative_error(a, b) for i, (a, b) in enumerate(pairs)}
+    interpreted = 1 if got[0].is_cuda else 2
+    return worst(errors, {f"result {i}": interpreted * SUMMED[a.dtype] for i, a in enumerate(got)})
 
 
-def in_plain_torch(name: str, *given: Any) -> Any:
-    """The definition of a kernel."""
-    with patch.object(fused_operations, "_kernels", lambda x: False):
-        return getattr(fused_operations, name)(*given)
+def decode(device: torch.device, s: int, e: int, *, fp8: bool) -> Found:
+    """One query's attention to a cache, beside the same in plain torch."""
+    q, k, v = (random(device, n, 2, h, e) for n, h in ((1, 8), (s, 2), (s, 2)))
+    cache = store.Cache(s, e, k[:1], v[:1], fp8=fp8)
+    cache.put(slice(s), k, v)
+    held = torch.arange(s, dtype=torch.int32, device=device)[:, None].expand(s, 2).contiguous()
+    arguments = cache, held, torch.full((1, 2), s, dtype=torch.int32, device=device), Scores(e**-0.5)
+    got = operations.run(lambda: store.attend(q, *arguments), kernels=True)
+    want = operations.run(lambda: store.attend(q.double(), *arguments), kernels=False)
+    errors = dict(zip(("out", "lse"), map(relative_error, got, want), strict=True))
+    return worst(errors, {"out": DECODED, "lse": 1e-5})
 
 
-def convolutions(device: torch.device, s: int, c: int) -> Named:
-    """A short convolution of s tokens with the three before them, and its gradients, against plain torch in float64."""
-    from cp_kernels import convolution
-
-    rows = torch.cat((torch.arange(s, s + 3), torch.arange(s)))  # the tokens before are the halo
-    before = torch.stack([rows[3 - i : 3 - i + s] for i in range(4)])
-    after = torch.full((4, s + 3), -1).scatter_(1, before, torch.arange(s).expand(4, -1)).int()
-
-    def results(kernel: ModuleType, x: Tensor, halo: Tensor, dout: Tensor, w: Tensor, bias: Tensor) -> list[Tensor]:
-        places, of_x, of_halo = (t.to(x.device) for t in (before.int(), after[:, :s].clone(), after[:, s:].clone()))
-        backward = kernel.convolve_back(dout, x, of_x, w), kernel.convolve_back(dout, halo, of_halo, w)
-        return [kernel.convolve(x, halo, places, w, bias), *(y for pair in backward for y in pair)]
-
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        given = [random(device, *shape, dtype=dtype) for shape in ((s, 2, c), (3, 2, c), (s, 2, c), (c, 4), (c,))]
-
-        def near(given: list[Tensor] = given) -> Found:
-            got, want = results(convolution, *given), results(fused_operations, *(y.double().cpu() for y in given))
-            names, limit = ("out", "dx", "sums", "dhalo", "sums of the halo"), 1 if given[0].is_cuda else 2
-            pairs = dict(zip(names, zip(got, want, strict=True), strict=True))
-            errors = {name: ((a.double().cpu() - b).norm() / b.norm()).item() for name, (a, b) in pairs.items()}
-            return worst(errors, {name: limit * MERGED[a.dtype] for name, (a, _) in pairs.items()})
-
-        yield f"short convolution, {dtype_name(dtype)}", near
+def random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, torch.bfloat16)
 
 
-def close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> Found:
-    """Compare out and lse."""
-    there = want[1].isfinite()
-    lse = (got[1].double() - want[1])[there].abs().max().item()
-    out = ((got[0].double() - want[0]).norm() / want[0].norm()).item()
-    limits = {"out": MERGED[got[0].dtype] * (1 if got[0].is_cuda else 2), "lse": 1e-5}
-    errors = {"out": out, "lse": lse if torch.equal(got[1].isfinite(), there) else torch.inf}
-    return worst({name: error if error == error else torch.inf for name, error in errors.items()}, limits)
-
-
-def same(name: str, given: tuple[Any, ...]) -> Found:
-    """Compare a kernel with its definition bit for bit."""
-    module = import_module(f"cp_kernels.{'permute' if 'rows' in name else 'payload'}")
-    found = getattr(module, name)(*given), in_plain_torch(name, *given)
-    got, want = ((one,) if isinstance(one, Tensor) else one for one in found)
-    differ = sum(
-        (a.view(torch.uint8) != b.contiguous().view(torch.uint8)).sum().item() for a, b in zip(got, want, strict=True)
-    )
-    return differ == 0, {"bytes that differ": differ}
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Of the finite numbers, by norms; infinite where finiteness differs."""
+    finite = want.isfinite()
+    if not torch.equal(got.isfinite(), finite):
+        return torch.inf
+    return ((got.double() - want)[finite].norm() / want[finite].norm()).item()
 
 
 if __name__ == "__main__":
