@@ -172,9 +172,8 @@ def errors(setup: Setup, documents: tuple[int, ...], device: torch.device) -> tu
 
 def attend(cp: ContextParallel, x: Inputs, problem: Problem, documents: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
     """out, dq, dk, dv of this rank's tokens, without autograd."""
-    q, k, v, dout = (y.detach() for y in x[:4])
-    method = cp.method(problem, q.device, Scores(q.size(3) ** -0.5), problem.mask(documents))
-    return calls.call_method(method, q, k, v, dout)
+    method = cp.method(problem, x.q.device, Scores(x.q.size(3) ** -0.5), problem.mask(documents))
+    return Alone(method, Inputs(*(y.detach() for y in x[:4])))()
 
 
 @lru_cache(maxsize=32)
@@ -187,7 +186,7 @@ def _answer(problem: Problem, device: torch.device) -> oracle.Case:
 
 
 class Alone(NamedTuple):
-    """One rank of many: its peers send zeros, its kernels are real."""
+    """A method on one rank's shards; of ``rank_of``, whose peers send zeros, with real kernels."""
 
     method: Attend
     x: Inputs
@@ -203,7 +202,10 @@ class Alone(NamedTuple):
 
     def __call__(self) -> tuple[Tensor, ...]:
         """Forward and backward."""
-        return calls.call_method(self.method, *self.x[:4])
+        out, lse = self.forward()
+        dtype, wide = self.x.q.dtype, lse.dtype
+        delta = (self.x.dout.to(wide) * out.to(dtype).to(wide)).sum(-1)
+        return tuple(y.to(dtype) for y in (out, *self.backward(lse, delta)))
 
 
 def rank_of(setup: Setup, device: torch.device, documents: tuple[int, ...] = (), index: int = 1) -> Alone:

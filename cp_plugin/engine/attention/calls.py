@@ -28,7 +28,6 @@ from cp_plugin.engine.kernels.backends import BlockKernel
 from cp_plugin.engine.linear.kernels import KERNELS
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.methods.gradient_dtype import float32_unless_told
-from cp_plugin.engine.methods.moves import no_gradients, nothing_seen
 from cp_plugin.engine.methods.protocol import Attend, Kind, Provider
 from cp_plugin.engine.methods.registry import Resolved
 from cp_plugin.engine.placement.documents import DOCUMENTS, place
@@ -184,16 +183,6 @@ def call_through_autograd(
         leaves += [decay] * (problem.decay in ("token", "key")) + [beta] * problem.delta
     between()
     return out.detach(), *torch.autograd.grad(out, leaves, shards.dout.detach())
-
-
-def call_method(method: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv of this rank's tokens, from one call of a method in each direction."""
-    queries, kv = Queries(q), KeyValues(k, v)
-    out, lse = method.forward(queries, kv) or nothing_seen(queries, kv)
-    wide = accumulation_dtype(q.dtype)
-    delta = (dout.to(wide) * out.to(q.dtype).to(wide)).sum(-1)
-    grads = method.backward(Queries(q, dout, lse, delta), kv) or no_gradients(queries, kv)
-    return tuple(y.to(q.dtype) for y in (out, *grads))
 
 
 def call_kernel(
