@@ -29,27 +29,17 @@ held = pytest.mark.skipif(
 )
 
 
-def compared(*arguments: str) -> tuple[int, str]:
-    """Status and output of ``sass.py``."""
+WHOLE = [pytest.param(f"--gpu {gpu}", marks=nightly) for gpu in (80, 90, 100)]
+
+
+@held
+@pytest.mark.parametrize("arguments", ["--gpu 90 --only merge", *WHOLE])
+def test_machine_code_is_as_stored(arguments: str) -> None:
+    """Without TRITON_INTERPRET, under which kernels are interpreted in this process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode in (0, 1, 2), done.stderr[-3000:]
-    return done.returncode, done.stdout + done.stderr
-
-
-@held
-@pytest.mark.parametrize("case", ["merge", pytest.param("attention 128", marks=nightly)])
-def test_machine_code_is_as_stored(case: str) -> None:
-    status, printed = compared("--gpu", "90", "--only", case)
-    assert status == 0 and "PASS" in printed, printed
-
-
-@nightly
-@held
-@pytest.mark.parametrize("gpu", ["80", "90", "100"])
-def test_all_machine_code_is_as_stored(gpu: str) -> None:
-    status, printed = compared("--gpu", gpu)
-    assert status == 0 and "PASS" in printed, printed
+    command = [sys.executable, str(SCRIPT), *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "PASS" in done.stdout, done.stdout + done.stderr[-3000:]
 
 
 TWICE = {"_dkv": (256,)}

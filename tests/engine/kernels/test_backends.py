@@ -50,19 +50,6 @@ def test_reference_takes_any_diagonal_and_value_head_size(diagonal: int) -> None
     torch.testing.assert_close(tuple(grads), torch.autograd.grad(want[0], leaves, dout), rtol=1e-11, atol=1e-12)
 
 
-def test_kernels_take_strided_views() -> None:
-    q, k, v, dout = Case(seq_length=32, heads=4, kv_heads=2, causal=True).inputs()
-    sdpa = backends.get("sdpa")
-
-    def both(cut):
-        out, lse = sdpa.forward(cut(q), cut(k), cut(v), 0, Scores(0.3))
-        term = sdpa.row_term(cut(dout), (cut(dout) * out).sum(-1))
-        return out, *sdpa.backward(cut(dout), cut(q), cut(k), cut(v), lse, term, 0, Scores(0.3))
-
-    for strided, dense in zip(both(lambda x: x[1::3]), both(lambda x: x[1::3].contiguous()), strict=True):
-        assert torch.equal(strided, dense)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_delta_replaces_out_at_the_same_error(dtype: torch.dtype) -> None:
     case = Case(seq_length=256, heads=4, kv_heads=4, causal=True, dtype=dtype, head_dim=64, v_head_dim=64)

@@ -120,14 +120,11 @@ def test_other_dtypes_and_deterministic_mode(machine: Machine) -> None:
     assert backends.choose("auto", CallInfo(CUDA, torch.float16, 128, 128))[0].name == "cudnn"
     assert backends.choose("auto", CallInfo(CUDA, torch.float32, 128, 128))[0].name == "triton"
     assert backends.choose("auto", CallInfo(CUDA, torch.float64, 128, 128))[0].name == "reference"
-    torch.use_deterministic_algorithms(True)
-    try:
-        chosen, reason = backends.choose("auto", CallInfo(CUDA, torch.bfloat16, 128, 128))
-        assert chosen.name == "sdpa" and "cudnn: torch does not consider cuDNN's attention deterministic" in reason
-        machine.flash3(FA3_2_8)
-        assert backends.choose("auto", CallInfo(CUDA, torch.bfloat16, 128, 128))[0] == Flash(generation=3)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    machine.patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    chosen, reason = backends.choose("auto", CallInfo(CUDA, torch.bfloat16, 128, 128))
+    assert chosen.name == "sdpa" and "cudnn: torch does not consider cuDNN's attention deterministic" in reason
+    machine.flash3(FA3_2_8)
+    assert backends.choose("auto", CallInfo(CUDA, torch.bfloat16, 128, 128))[0] == Flash(generation=3)
 
 
 def test_head_sizes_of_older_cudnn(machine: Machine) -> None:

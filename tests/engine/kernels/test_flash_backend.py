@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from unittest.mock import patch
 
 import library_tiles
 import pytest
@@ -140,13 +141,10 @@ def test_limits_of_version_4(machine: Machine) -> None:
     assert reason(192, 128) is None
     for sizes in ((256, 256), (60, 60), (192, 192)):
         assert f"up to 128, or 192 with 128 on compute capability 10.x, not {sizes[0]}" in str(reason(*sizes))
-    torch.use_deterministic_algorithms(True)
-    try:
+    with patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True):
         assert reason(128, 128) is None
         machine.gpu((9, 0))
         assert "deterministic backward on Hopper" in str(reason(128, 128))
-    finally:
-        torch.use_deterministic_algorithms(False)
     machine.flash4((FA4[0].replace("q, k,", "q, k, tail,"), FA4[1]))
     assert "(4.0.0b36 is): _flash_attn_fwd: missing a required argument: 'tail'" in str(reason())
     machine.flash4((FA4[0], FA4[1].replace(" lse,", " statistics,", 1)))
@@ -157,12 +155,9 @@ def test_torchs_deterministic_mode_reaches_the_backward(machine: Machine) -> Non
     kernel = machine.flash3(FA3_2_8)
     case = Case(seq_length=8, heads=2, kv_heads=2, causal=True, dtype=torch.bfloat16)
     run(case)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with patch.object(torch, "are_deterministic_algorithms_enabled", lambda: True):
         run(case)
         assert "no deterministic backward for head size 256" in refused(256, 256)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert kernel.deterministic == [False, True] and unsupported(Flash(), 256, 256) is None
 
 

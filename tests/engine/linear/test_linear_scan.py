@@ -53,21 +53,19 @@ def running_sums(y: Tensor, dim: int) -> Tensor:
     return torch.stack(sums, dim)
 
 
+KINDS = {
+    "nearly none": lambda noise: torch.full_like(noise, -1e-5),
+    "mild": lambda noise: -noise * torch.logspace(-7, -2, 8),
+    "gates": lambda noise: torch.nn.functional.logsigmoid(noise * 20 - 4) / 16,
+    "strong between weak": lambda noise: torch.where(noise > 0.999, -1e4, -noise * torch.logspace(-6, 0, 8)),
+    "none": torch.zeros_like,
+    "per head": lambda noise: torch.full_like(noise, -1e-3) * torch.linspace(0, 1, 8),
+}
+
+
 def log_decays(kind: str) -> Tensor:
     """``[128k, 1, 1, 8]`` in float32."""
-    g = torch.Generator().manual_seed(0)
-    noise = torch.rand(LONG, 1, 1, 8, generator=g)
-    return {
-        "nearly none": lambda: torch.full_like(noise, -1e-5),
-        "mild": lambda: -noise * torch.logspace(-7, -2, 8),
-        "gates": lambda: torch.nn.functional.logsigmoid(noise * 20 - 4) / 16,
-        "strong between weak": lambda: torch.where(noise > 0.999, -1e4, -noise * torch.logspace(-6, 0, 8)),
-        "none": lambda: torch.zeros_like(noise),
-        "per head": lambda: torch.full_like(noise, -1e-3) * torch.linspace(0, 1, 8),
-    }[kind]()
-
-
-KINDS = ("nearly none", "mild", "gates", "strong between weak", "none", "per head")
+    return KINDS[kind](torch.rand(LONG, 1, 1, 8, generator=torch.Generator().manual_seed(0)))
 
 
 def weights(decay: Tensor, dtype: torch.dtype) -> decayed.Edges:
