@@ -179,9 +179,8 @@ def attend(cp: ContextParallel, x: Inputs, problem: Problem, documents: tuple[in
 @lru_cache(maxsize=32)
 def _answer(problem: Problem, device: torch.device) -> oracle.Case:
     """``oracle.make_case`` computed on the device: a CPU takes seconds."""
-    inputs, seen = oracle.make_inputs(problem), oracle.seen(problem)
-    on_device = (x.to(device) for x in inputs[:4])
-    want = oracle.reference(*on_device, causal=problem.causal, seen=seen.to(device))
+    inputs = oracle.make_inputs(problem)
+    want = oracle.answer(Inputs(*(x.to(device) for x in inputs[:4])), problem)
     return oracle.Case(inputs, tuple(x.cpu() for x in want), problem)
 
 

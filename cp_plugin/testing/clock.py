@@ -31,7 +31,7 @@ class Taken(NamedTuple):
     def from_rounds(cls, ranks: Sequence[Sequence[Both]], factor: float = 1.0) -> Taken:
         """Combine the rounds of all ranks; ``factor`` scales the times."""
         rounds = list(zip(*ranks, strict=True))
-        return cls(*([factor * max(s[which] for s in of_ranks) for of_ranks in rounds] for which in (0, 1)))
+        return cls(*([factor * max(seconds[which] for seconds in ranks) for ranks in rounds] for which in (0, 1)))
 
     @property
     def medians(self) -> Both:
@@ -47,15 +47,15 @@ def take_turns(
 
     ``shown`` is called with the number of the next call.
     """
-    found: list[list[Both]] = [[] for _ in calls]
+    seconds: list[list[Both]] = [[] for _ in calls]
     for turn in range(rounds):
         first = turn % len(calls)
         for number in (*range(first, len(calls)), *range(first)):
             shown(number)
             if dist.is_initialized():
                 dist.barrier()
-            found[number].append(timed(calls[number], device))
-    return found
+            seconds[number].append(timed(calls[number], device))
+    return seconds
 
 
 def timed(call: Call, device: torch.device) -> Both:

@@ -91,12 +91,12 @@ def live(rank: int, job: Job, *, log: int, stacks: int, outbox: int, done: int) 
 
 
 def _pickled(result: Any) -> bytes:
-    found = io.BytesIO()
+    file = io.BytesIO()
     try:
-        torch.save(result, found, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        torch.save(result, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise TypeError(f"the rank's result, a {type(result).__name__}, cannot be pickled: {error}") from error
-    return found.getvalue()
+    return file.getvalue()
 
 
 def _exit_message(leave: SystemExit) -> Message:

@@ -36,17 +36,20 @@ class Case(NamedTuple):
 
 
 def make_case(problem: Problem, kind: Kind = "softmax") -> Case:
-    """Deterministic random inputs and their reference."""
-    x = make_inputs(problem)
+    """Deterministic random inputs and their answer."""
+    inputs = make_inputs(problem)
+    return Case(inputs, answer(inputs, problem, kind), problem)
+
+
+def answer(inputs: Inputs, problem: Problem, kind: Kind = "softmax") -> tuple[Tensor, ...]:
+    """The right answer, ``tensors``, for whole sequences; on their device."""
     if kind == "softmax":
-        want = reference(*x[:4], causal=problem.causal, seen=seen(problem))
-    else:
-        parts = [
-            linear_reference(Inputs(*(y if y is None or y.dim() == 1 else y[start:end] for y in x)), problem)
-            for start, end in pairwise(problem.bounds or (0, problem.seq_length))
-        ]
-        want = tuple(torch.cat(of_documents) for of_documents in zip(*parts, strict=True))
-    return Case(x, want, problem)
+        return softmax_reference(*inputs[:4], hidden_keys(problem).to(inputs.q.device))
+    documents = [
+        linear_reference(Inputs(*(y if y is None or y.dim() == 1 else y[start:end] for y in inputs)), problem)
+        for start, end in pairwise(problem.bounds or (0, problem.seq_length))
+    ]
+    return tuple(map(torch.cat, zip(*documents, strict=True)))
 
 
 def make_inputs(problem: Problem) -> Inputs:
@@ -71,14 +74,14 @@ def tensors(problem: Problem) -> tuple[str, ...]:
     return (*TENSORS, *decay, *(("dbeta",) if problem.delta else ()))
 
 
-def seen(problem: Problem) -> Tensor:
-    """Return True for keys that a query sees, by window and documents: bool ``[s, s]``."""
+def hidden_keys(problem: Problem) -> Tensor:
+    """Return True for keys that a query does not see, by mask, window and documents: bool ``[s, s]``."""
     position = torch.arange(problem.seq_length)
-    found = ~not_seen(position, position, causal=False, window=problem.window)
+    hidden = not_seen(position, position, problem.causal, problem.window)
     for start, end in pairwise(problem.bounds):
         inside = (position >= start) & (position < end)
-        found &= inside.unsqueeze(1) == inside
-    return found
+        hidden |= inside.unsqueeze(1) != inside
+    return hidden
 
 
 def not_seen(queries: Tensor, keys: Tensor, causal: bool, window: Window | None) -> Tensor:
@@ -93,31 +96,12 @@ def not_seen(queries: Tensor, keys: Tensor, causal: bool, window: Window | None)
     return hidden
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: bool, seen: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv ``[s, b, heads, size]`` in float64.
-
-    Args:
-        q, k, v, dout: the whole sequence; shapes as in ``engine.methods.protocol``.
-        causal: a token sees the tokens up to and including itself; otherwise all.
-        seen: bool ``[s, s]``: further restricts which keys each query sees; None: no restriction.
-    """
-    position = torch.arange(q.size(0), device=q.device)
-
-    def hidden(rows: slice) -> Tensor:
-        found = not_seen(position[rows], position, causal, None)
-        return found if seen is None else found | ~seen[rows]
-
-    return softmax_reference(q, k, v, dout, hidden)
-
-
 def softmax_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    hidden: Callable[[slice], Tensor],
+    hidden: Tensor,
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -127,7 +111,7 @@ def softmax_reference(
 
     Args:
         q, k, v, dout: the whole sequence; shapes as in ``engine.methods.protocol``.
-        hidden: queries -> the keys that they do not see: bool ``[queries, s]``.
+        hidden: bool ``[s, s]``: keys (columns) that queries (rows) do not see.
         scale: of the scores; default: 1 / sqrt(d).
         softcap: cap c of the scaled scores s, which become ``c * tanh(s / c)``.
         sink: ``[h]``: a score per query head that takes part in the softmax and has no value.
@@ -145,7 +129,7 @@ def softmax_reference(
 
 
 def _differentiated(
-    attend: Callable[..., Tensor], hidden: Callable[[slice], Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+    attend: Callable[..., Tensor], hidden: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> list[Tensor]:
     """out and dq ``[s, b, h, ...]``, dk and dv ``[s, b, ...]`` of the query heads that share one key/value head."""
     outs, dqs, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
@@ -153,7 +137,7 @@ def _differentiated(
     for rows in (slice(first, first + size) for first in range(0, q.size(0), size)):
         with torch.enable_grad():
             leaves = [x.requires_grad_() for x in (q[rows].detach(), k.detach(), v.detach())]
-            out = attend(*leaves, hidden(rows))
+            out = attend(*leaves, hidden[rows])
             grads = torch.autograd.grad(out, leaves, dout[rows])
         outs.append(out.detach())
         dqs.append(grads[0])
@@ -213,8 +197,8 @@ def linear_reference(inputs: Inputs, problem: Problem) -> tuple[Tensor, ...]:
 
 def relative_errors(got: Sequence[Tensor], want: Sequence[Tensor], names: Sequence[str] = TENSORS) -> dict[str, float]:
     """||got - want|| / ||want|| of each tensor; infinite if ``got`` is not finite or has another shape."""
-    found = {}
+    errors = {}
     for name, a, b in zip(names[: len(want)], got, want, strict=True):
         error = ((a.detach().cpu().double() - b).norm() / b.norm()).item() if a.shape == b.shape else torch.inf
-        found[name] = error if error == error else torch.inf
-    return found
+        errors[name] = error if error == error else torch.inf
+    return errors

@@ -69,7 +69,7 @@ def start(device: str, ranks: int) -> torch.device | None:
 
 
 def run[T](
-    fn: Callable[[torch.device], T], size: int, device: str, timeout: float, here: torch.device | None = None
+    fn: Callable[[torch.device], T], size: int, device: str, timeout: float, joined: torch.device | None = None
 ) -> T:
     """Call a function on all ranks, each with its device, and return its result, which is the same on all of them;
     RankError if a forked rank fails.
@@ -77,9 +77,9 @@ def run[T](
     Args:
         device: ``cpu`` or ``cuda``.
         timeout: seconds for forked ranks.
-        here: from ``start``: this rank's device; None: ranks are forked.
+        joined: from ``start``: this rank's device; None: ranks are forked.
     """
-    return fn(here) if here is not None else run_ranks(lambda: fn(join(device)), size, timeout=timeout)[0]
+    return fn(joined) if joined is not None else run_ranks(lambda: fn(join(device)), size, timeout=timeout)[0]
 
 
 def join(device: str) -> torch.device:
@@ -87,10 +87,10 @@ def join(device: str) -> torch.device:
     if device == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(here)
-    dist.init_process_group("nccl", device_id=here)
-    return here
+    local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(local)
+    dist.init_process_group("nccl", device_id=local)
+    return local
 
 
 def hosts(size: int) -> tuple[str, ...]:

@@ -64,9 +64,9 @@ class Row:
 def price(chosen: Sequence[str], problem: Problem, options: Options) -> list[Row]:
     """The traffic of the providers chosen, or of all; of packed documents on placed tokens, too, where that changes it.
     ValueError for an unknown provider, or options that do not fit it."""
-    found = [one for setup in setups(chosen, problem, options) for one in (setup, *_placed(setup))]
+    every = [one for setup in setups(chosen, problem, options) for one in (setup, *_placed(setup))]
     ring = price_one(settled_or_reason(providers.get("ring"), problem, Options()))
-    return [price_one(setup, ring) for setup in found]
+    return [price_one(setup, ring) for setup in every]
 
 
 def price_one(setup: Setup, ring: Row | None = None) -> Row:
@@ -130,8 +130,8 @@ def _placed(setup: Setup) -> list[Setup]:
     """The setup on tokens placed by document, where that changes what is sent."""
     if setup.reason is not None or not can_place(setup.provider, setup.problem):
         return []
-    found = settled_or_reason(setup.provider, setup.problem, replace(setup.options, layout=DOCUMENTS.name))
-    return [found] if found.reason is None and price_one(found).ranks != price_one(setup).ranks else []
+    placed = settled_or_reason(setup.provider, setup.problem, replace(setup.options, layout=DOCUMENTS.name))
+    return [placed] if placed.reason is None and price_one(placed).ranks != price_one(setup).ranks else []
 
 
 def _sent(cp: ContextParallel, problem: Problem, device: str) -> Formula:
@@ -152,10 +152,10 @@ def read_ledger(mesh: Mesh) -> Formula:
 
 def _measured(row: Row, ledgers: Sequence[Formula]) -> Row:
     for index, (ledger, formula) in enumerate(zip(ledgers, row.ranks, strict=True)):
-        found = {"ledger": dict(ledger), "trace": dict(trace(row.setup, index)), "formula": dict(formula)}
-        for phase, axis in sorted({line for sent in found.values() for line in sent}):
-            each = {name: sent.get((phase, axis), 0) for name, sent in found.items()}
-            if len(set(each.values())) > 1:
-                shown = ", ".join(f"{name} {n:,}" for name, n in each.items())
+        sources = {"ledger": dict(ledger), "trace": dict(trace(row.setup, index)), "formula": dict(formula)}
+        for phase, axis in sorted({line for sent in sources.values() for line in sent}):
+            sizes = {name: sent.get((phase, axis), 0) for name, sent in sources.items()}
+            if len(set(sizes.values())) > 1:
+                shown = ", ".join(f"{name} {n:,}" for name, n in sizes.items())
                 return replace(row, measured=f"rank {index}, {phase}, axis {axis}: {shown}")
     return replace(row, measured=EQUAL)

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cp_plugin.engine.attention import calls
 from cp_plugin.engine.attention.api import ContextParallel
-from cp_plugin.engine.attention.calls import Setup, options_of, settled_or_reason, setups
+from cp_plugin.engine.attention.calls import Inputs, Setup, options_of, settled_or_reason, setups
 from cp_plugin.engine.comm import Mesh, run_threads
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Decay, Problem
@@ -70,26 +71,27 @@ def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options:
     If neither providers nor options were chosen, also nested rings with both backwards, and a head axis. ValueError for
     an unknown provider, or options that do not fit it.
     """
-    found = []
-    for one in setups(chosen, problems[0], options):
-        asked = [options_of(one.provider, options)]
+    planned = []
+    for setup in setups(chosen, problems[0], options):
+        provider = setup.provider
+        variants = [options_of(provider, options)]
         if not chosen and options == Options():
-            asked += _not_chosen_here(one.provider)
-        for layout in one.provider.layouts if options.layout is None else (options.layout,):
-            for variant in asked:
-                chosen_here = replace(variant, layout=layout)
-                found += [settled_or_reason(one.provider, p, chosen_here) for p in _decayed(one.provider, problems)]
-    return found
+            variants += _unchosen_options(provider)
+        for layout in provider.layouts if options.layout is None else (options.layout,):
+            for variant in variants:
+                placed = replace(variant, layout=layout)
+                planned += [settled_or_reason(provider, p, placed) for p in _vary_decay(provider, problems)]
+    return planned
 
 
-def _decayed(provider: Provider, problems: Sequence[Problem]) -> list[Problem]:
+def _vary_decay(provider: Provider, problems: Sequence[Problem]) -> list[Problem]:
     """The problems; for linear attention each with every supported decay, and under the delta rule if it has that."""
     if provider.kind == "softmax":
         return list(problems)
     known = {d for d in get_args(Decay) for p in problems if not provider.unsupported(replace(p, decay=d), Options())}
-    found = [replace(p, decay=decay) for p in problems for decay in get_args(Decay) if decay in known | {"none"}]
-    by_delta = (replace(p, delta=True) for p in found)
-    return found + [p for p in by_delta if provider.unsupported(p, Options()) is None]
+    varied = [replace(p, decay=decay) for p in problems for decay in get_args(Decay) if decay in known | {"none"}]
+    under_delta = (replace(p, delta=True) for p in varied)
+    return varied + [p for p in under_delta if provider.unsupported(p, Options()) is None]
 
 
 class Check[C, T](NamedTuple):
@@ -124,32 +126,32 @@ def verify(
     if device == "cpu" or one_device:  # CUDA must not be touched before ranks that use it are forked
         for setup in possible:
             check_kernel(setup, torch.device(device))
-    asked = list(dict.fromkeys((s.problem, s.provider.kind) for s in possible))
-    cases = {key: check.make(*key) for key in with_progress(asked, "computing references")}
+    keys = list(dict.fromkeys((s.problem, s.provider.kind) for s in possible))
+    cases = {key: check.make(*key) for key in with_progress(keys, "computing references")}
 
-    def each(setup: Setup, cp: ContextParallel, here: torch.device) -> Any:
-        return check.run(setup, cp, cases[setup.problem, setup.provider.kind], here)
+    def run(setup: Setup, cp: ContextParallel, where: torch.device) -> Any:
+        return check.run(setup, cp, cases[setup.problem, setup.provider.kind], where)
 
     if one_device:
-        everything = _on_threads(possible, device, each)
+        outcomes = _run_threads(possible, device, run)
     else:
-        everything = _on_processes(possible, device, each, 300 + 2 * seconds)
+        outcomes = _run_processes(possible, device, run, 300 + 2 * seconds)
     return [
-        Result(setup=setup, failure=found) if isinstance(found, str) else check.judge(setup, found)
-        for setup, found in zip(possible, everything, strict=True)
+        Result(setup=setup, failure=outcome) if isinstance(outcome, str) else check.judge(setup, outcome)
+        for setup, outcome in zip(possible, outcomes, strict=True)
     ]
 
 
-def _call(setup: Setup, cp: ContextParallel, case: Case, here: torch.device) -> tuple[dict[str, float], ...]:
+def _call(setup: Setup, cp: ContextParallel, case: Case, device: torch.device) -> tuple[dict[str, float], ...]:
     """Return the errors and the limits of all tensors, on the first rank."""
-    found = calls.call_through_autograd(cp, case.inputs.sharded(cp, here), setup.problem)
-    got = [cp.unshard(x) for x in found]
+    shards = calls.call_through_autograd(cp, case.inputs.sharded(cp, device), setup.problem)
+    got = [cp.unshard(x) for x in shards]
     if cp.index > 0:
         return ()
-    return relative_errors(got, case.want, tensors(setup.problem)), limits(setup, case, here)
+    return relative_errors(got, case.want, tensors(setup.problem)), limits(setup, case, device)
 
 
-CALL = Check(make_case, _call, lambda setup, found: Result(setup=setup, errors=found[0][0], limits=found[0][1]))
+CALL = Check(make_case, _call, lambda setup, ranks: Result(setup=setup, errors=ranks[0][0], limits=ranks[0][1]))
 
 
 def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, float]:
@@ -160,22 +162,39 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
     problem = case.problem
     if problem.dtype in LIMITS:
         return dict.fromkeys(tensors(problem), LIMITS[problem.dtype])
+    rounded = fp8.four_bits if setup is not None and setup.options.fp8 is not None else torch.clone
+    got = compute_alone(setup, case.inputs, problem, device, rounded, rounded)
+    rounding = {} if setup is None else sum_rounding(setup)
+    errors = relative_errors(got, case.want, tensors(problem))
+    allowed = {name: HALF_FACTOR * error + rounding.get(name, 0.0) for name, error in errors.items()}
+    if "dlog_decay" in allowed:  # never in half precision
+        allowed["dlog_decay"] = LIMITS[torch.float32]
+    return allowed
+
+
+def compute_alone(
+    setup: Setup | None,
+    inputs: Inputs,
+    problem: Problem,
+    device: torch.device,
+    sent: Callable[[Tensor], Tensor],
+    kept: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, ...]:
+    """What one device computes of whole sequences: one kernel call in each direction, or linear attention.
+
+    Args:
+        setup: as for ``limits``.
+        sent: applied to queries, gradients and results of softmax attention.
+        kept: applied to its keys and values.
+    """
     options = Options() if setup is None else setup.options
     if setup is not None and setup.provider.kind == "linear":
         alone = ContextParallel(setup.provider, group=None, backend=options.backend)
-        whole = case.inputs.sharded(alone, device)
-        got = calls.call_through_autograd(alone, whole, replace(problem, size=1))
-    else:
-        sent = fp8.four_bits if options.fp8 is not None else torch.clone
-        inputs = tuple(sent(x.to(device)) for x in case.inputs[:4])
-        kernel = blocks.choose(options, problem, device).kernel
-        got = tuple(map(sent, calls.call_kernel(kernel, inputs, problem.mask(), sent)))
-    rounding = {} if setup is None else sum_rounding(setup)
-    errors = relative_errors(got, case.want, tensors(problem))
-    found = {name: HALF_FACTOR * error + rounding.get(name, 0.0) for name, error in errors.items()}
-    if "dlog_decay" in found:  # never in half precision
-        found["dlog_decay"] = LIMITS[torch.float32]
-    return found
+        return calls.call_through_autograd(alone, inputs.sharded(alone, device), replace(problem, size=1))
+    q, k, v, dout = (x.to(device) for x in inputs[:4])
+    kernel = blocks.choose(options, problem, device).kernel
+    x = (sent(q), kept(k), kept(v), sent(dout))
+    return tuple(map(sent, calls.call_kernel(kernel, x, problem.mask(), sent)))
 
 
 def sum_rounding(setup: Setup) -> dict[str, float]:
@@ -187,7 +206,7 @@ def sum_rounding(setup: Setup) -> dict[str, float]:
     return dict.fromkeys(grads, torch.finfo(setup.problem.dtype).eps / 2 * setup.problem.size**0.5)
 
 
-def _not_chosen_here(provider: Provider) -> list[Options]:
+def _unchosen_options(provider: Provider) -> list[Options]:
     """Options that a provider does not choose by itself on one host."""
     if "intra_size" in provider.options:
         return [Options(intra_size=2, backward=b) for b in (("kv", "q") if "backward" in provider.options else (None,))]
@@ -203,20 +222,20 @@ def check_kernel(setup: Setup, device: torch.device) -> None:
         kernels.choose(options.backend, device, problem)
 
 
-def _on_processes[T](
-    planned: Sequence[Setup], device: str, each: Callable[[Setup, ContextParallel, torch.device], T], timeout: float
+def _run_processes[T](
+    planned: Sequence[Setup], device: str, run: Callable[[Setup, ContextParallel, torch.device], T], timeout: float
 ) -> list[list[T] | str]:
-    """For each setup what ``each`` returns on every rank, or what stopped it: in one launch for all; if a rank fails,
+    """For each setup what ``run`` returns on every rank, or what stopped it: in one launch for all; if a rank fails,
     one per provider and layout, so that the others still get results."""
 
     def rank() -> list[T]:
-        here, made, found = join(device), {}, []
+        where, made, results = join(device), {}, []
         for setup in with_progress(planned, "verifying"):
             key = (setup.provider.name, setup.options)
             if key not in made:
                 made[key] = ContextParallel(setup, group=dist.group.WORLD)
-            found.append(each(setup, made[key], here))
-        return found
+            results.append(run(setup, made[key], where))
+        return results
 
     try:
         by_rank = run_ranks(rank, planned[0].problem.size, timeout=timeout)
@@ -224,21 +243,21 @@ def _on_processes[T](
         groups = [list(group) for _, group in groupby(planned, lambda s: (s.provider.name, s.layout))]
         if len(groups) == 1:
             return [error.traceback.strip().splitlines()[-1]] * len(planned)
-        return [found for group in groups for found in _on_processes(group, device, each, timeout)]
-    return [list(of_setup) for of_setup in zip(*by_rank, strict=True)]
+        return [outcome for group in groups for outcome in _run_processes(group, device, run, timeout)]
+    return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-def _on_threads[T](
-    planned: Sequence[Setup], device: str, each: Callable[[Setup, ContextParallel, torch.device], T]
+def _run_threads[T](
+    planned: Sequence[Setup], device: str, run: Callable[[Setup, ContextParallel, torch.device], T]
 ) -> list[list[T] | str]:
-    found: list[list[T] | str] = []
+    outcomes: list[list[T] | str] = []
     for setup in with_progress(planned, "verifying"):
 
         def rank(mesh: Mesh, setup: Setup = setup) -> T:
-            return each(setup, ContextParallel(setup, mesh=mesh), torch.device(device))
+            return run(setup, ContextParallel(setup, mesh=mesh), torch.device(device))
 
         try:
-            found.append(run_threads(rank, setup.axes))
+            outcomes.append(run_threads(rank, setup.axes))
         except RuntimeError as error:
-            found.append(str(error))
-    return found
+            outcomes.append(str(error))
+    return outcomes

@@ -10,7 +10,7 @@ passes a state on (``ContextParallel.extend_linear``) and sends nothing in decod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -22,20 +22,16 @@ from torch import Tensor
 from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.attention.calls import Inputs, Setup
 from cp_plugin.engine.comm import ThreadMesh
-from cp_plugin.engine.core.block import Block, Scores
-from cp_plugin.engine.core.mask import CAUSAL
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Problem
-from cp_plugin.engine.core.values import KeyValues, Queries
 from cp_plugin.engine.inference import Session, slots_for, tree
-from cp_plugin.engine.kernels import blocks
 from cp_plugin.engine.linear import rules
 from cp_plugin.engine.linear.tokens import tokens_of
 from cp_plugin.engine.methods import fp8
 from cp_plugin.engine.methods.protocol import Kind, Provider
 from cp_plugin.engine.placement.documents import DOCUMENTS, get_layout
 from cp_plugin.testing import verify as training
-from cp_plugin.testing.oracle import linear_reference, make_inputs, reference, relative_errors
+from cp_plugin.testing.oracle import answer, make_inputs, relative_errors
 from cp_plugin.testing.verify import HALF_FACTOR, LIMITS, Result
 
 PREFILL, DECODE = ("prefill", "chunked_prefill"), ("decode", "chunked_decode")
@@ -67,7 +63,7 @@ class Texts(NamedTuple):
             yield Inputs(*(y if y is None or y.dim() == 1 else y[rows, i : i + 1] for y in self.inputs))
 
 
-class Found(NamedTuple):
+class Report(NamedTuple):
     """One rank's report."""
 
     decoded: tuple[Tensor, ...]
@@ -82,12 +78,12 @@ class Found(NamedTuple):
 
 def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options: Options) -> list[Setup]:
     """As ``verify.plan``, without setups that differ in the backward pass only."""
-    found: dict[Any, Setup] = {}
+    distinct: dict[Any, Setup] = {}
     for setup in training.plan(chosen, problems, options):
         reason, alike = setup.reason or _reason(setup), replace(setup.options, backward=None)
         setup = replace(setup, options=alike, reason=reason)
-        found.setdefault((setup.provider.name, setup.problem, alike), setup)
-    return list(found.values())
+        distinct.setdefault((setup.provider.name, setup.problem, alike), setup)
+    return list(distinct.values())
 
 
 def _reason(setup: Setup) -> str | None:
@@ -106,12 +102,9 @@ def _reason(setup: Setup) -> str | None:
 def make_texts(problem: Problem, kind: Kind) -> Texts:
     """Deterministic random inputs and their reference."""
     inputs = make_inputs(replace(problem, seq_length=problem.seq_length + sum(steps(problem.size))))
-    case, want = Texts(inputs, _lengths(problem), steps(problem.size)), []
-    for text in case.texts():
-        whole = replace(problem, seq_length=text.q.size(0), batch=1, size=1)
-        found = reference(*text[:4], causal=True) if kind == "softmax" else linear_reference(text, whole)
-        want.append(found[0])
-    return case._replace(want=tuple(want))
+    case = Texts(inputs, _lengths(problem), steps(problem.size))
+    alone = replace(problem, batch=1, size=1)
+    return case._replace(want=tuple(answer(x, replace(alone, seq_length=x.q.size(0)), kind)[0] for x in case.texts()))
 
 
 def _lengths(problem: Problem) -> tuple[int, ...]:
@@ -121,7 +114,7 @@ def _lengths(problem: Problem) -> tuple[int, ...]:
 
 
 Attended = tuple[Tensor, Tensor, list[list[list[int]]]]
-"""Outputs of padded prompts ``[n, b, h, e]``, of decoded tokens ``[m, b, h, e]``, and ``Found.held``."""
+"""Outputs of padded prompts ``[n, b, h, e]``, of decoded tokens ``[m, b, h, e]``, and ``Report.held``."""
 
 
 def _softmax(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]) -> Attended:
@@ -170,82 +163,64 @@ def _linear(cp: ContextParallel, setup: Setup, case: Texts, parts: Sequence[int]
 def _distances(case: Texts, texts: Sequence[Tensor]) -> tuple[float, float]:
     """Relative errors of the outputs of all prompts, and of all decoded tokens; texts: of each sequence, both."""
     m = sum(case.steps)
-    found, want = (
+    got, want = (
         [torch.cat([x[part].flatten() for x in some]) for part in (slice(-m), slice(-m, None))]
         for some in (texts, case.want)
     )
-    first, second = relative_errors(found, want).values()
+    first, second = relative_errors(got, want).values()
     return first, second
 
 
-def _limits(setup: Setup, case: Texts, here: torch.device) -> tuple[float, float]:
+def _limits(setup: Setup, case: Texts, device: torch.device) -> tuple[float, float]:
     """The largest allowed errors of prompts and of decoded tokens, which are not rounded to be sent: see ``verify``."""
     if setup.problem.dtype in LIMITS:
         return (LIMITS[setup.problem.dtype],) * 2
     rounded = fp8.four_bits if setup.options.fp8 is not None else torch.clone
-    alone = ([_alone(setup, text, here, sent, rounded) for text in case.texts()] for sent in (rounded, torch.clone))
-    (of_prompts, _), (_, of_decoded) = (_distances(case, texts) for texts in alone)
-    return HALF_FACTOR * of_prompts, HALF_FACTOR * of_decoded
+    alone = (
+        [training.compute_alone(setup, text, setup.problem, device, sent, rounded)[0] for text in case.texts()]
+        for sent in (rounded, torch.clone)
+    )
+    (prompt_error, _), (_, decoded_error) = (_distances(case, texts) for texts in alone)
+    return HALF_FACTOR * prompt_error, HALF_FACTOR * decoded_error
 
 
-def _alone(
-    setup: Setup, text: Inputs, here: torch.device, sent: Callable[[Tensor], Tensor], kept: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Outputs of one device for a text: of one kernel call, or of linear attention as in training.
-
-    Args:
-        sent: applied to queries and outputs of softmax attention.
-        kept: applied to its keys and values.
-    """
-    q, k, v, _, decay, beta = (None if y is None else y.to(here) for y in text)
-    if setup.provider.kind == "linear":
-        with torch.no_grad():
-            cp = ContextParallel(setup.provider, group=None, backend=setup.options.backend)
-            return cp.linear_attention(q, k, v, decay, beta=beta)
-    kernel, whole = blocks.choose(setup.options, setup.problem, here).kernel, (range(q.size(0)),)
-    block = Block(whole, whole, CAUSAL, Scores.from_call(q))
-    found = kernel.forward(Queries(sent(q)), KeyValues(kept(k), kept(v)), block)
-    assert found is not None, "it finds the block empty"
-    return sent(found.out.to(q.dtype))
-
-
-def _measured(setup: Setup, cp: ContextParallel, case: Texts, here: torch.device) -> Found:
+def _measure(setup: Setup, cp: ContextParallel, case: Texts, device: torch.device) -> Report:
     n, divisor = setup.problem.seq_length, cp.layout.divisor(cp.size)
-    on_device = case._replace(inputs=Inputs(*(None if y is None else y.to(here) for y in case.inputs)))
+    moved = case._replace(inputs=Inputs(*(None if y is None else y.to(device) for y in case.inputs)))
     attend = _softmax if setup.provider.kind == "softmax" else _linear
     before = cp.mesh.ledger.bytes(phase="decode")
-    runs = [attend(cp, setup, on_device, parts) for parts in ((0, n), (0, -(-n // (2 * divisor)) * divisor, n))]
+    runs = [attend(cp, setup, moved, parts) for parts in ((0, n), (0, -(-n // (2 * divisor)) * divisor, n))]
     sent = cp.mesh.ledger.bytes(phase="decode") - before
     errors: dict[str, float] = {}
     limits: dict[str, float] = {}
     if cp.index == 0:
-        of_prompts, of_decoded = _limits(setup, case, here)
-        limits = dict.fromkeys(PREFILL, of_prompts) | dict.fromkeys(DECODE, of_decoded)
+        prompts_limit, decoded_limit = _limits(setup, case, device)
+        limits = dict.fromkeys(PREFILL, prompts_limit) | dict.fromkeys(DECODE, decoded_limit)
         for (prompt, decoded, _), *names in zip(runs, PREFILL, DECODE, strict=True):
             texts = [torch.cat((prompt[:length, i], decoded[:, i])) for i, length in enumerate(case.lengths)]
             errors |= zip(names, _distances(case, texts), strict=True)
     held = tuple(one for *_, books in runs for one in books)
-    return Found(tuple(decoded.cpu() for _, decoded, _ in runs), held, sent, errors, limits)
+    return Report(tuple(decoded.cpu() for _, decoded, _ in runs), held, sent, errors, limits)
 
 
-def _judged(setup: Setup, found: list[Found]) -> Result:
+def _judge(setup: Setup, reports: list[Report]) -> Result:
     tokens = 2 * setup.problem.batch * sum(steps(setup.problem.size))
     return Result(
         setup=setup,
-        errors=found[0].errors,
-        limits=found[0].limits,
-        failure=next(_faults(setup, found), ""),
-        sent=tuple(one.sent // tokens for one in found),
+        errors=reports[0].errors,
+        limits=reports[0].limits,
+        failure=next(_faults(setup, reports), ""),
+        sent=tuple(one.sent // tokens for one in reports),
     )
 
 
-def _faults(setup: Setup, found: Sequence[Found]) -> Iterator[str]:
+def _faults(setup: Setup, reports: Sequence[Report]) -> Iterator[str]:
     """Whatever differs between ranks, from the formula for bytes, or from an even division of tokens."""
     p = setup.problem
-    for rank, one in enumerate(found):
-        if one.held != found[0].held:
+    for rank, one in enumerate(reports):
+        if one.held != reports[0].held:
             yield f"ranks 0 and {rank} disagree on who holds which token"
-        for name, a, b in zip(DECODE, found[0].decoded, one.decoded, strict=True):
+        for name, a, b in zip(DECODE, reports[0].decoded, one.decoded, strict=True):
             if not torch.equal(a, b):
                 yield f"{name}: the outputs of ranks 0 and {rank} differ, by up to {(a - b).abs().max():.1e}"
         want = 0
@@ -255,13 +230,13 @@ def _faults(setup: Setup, found: Sequence[Found]) -> Iterator[str]:
         if one.sent != want:
             yield f"rank {rank} sent {one.sent} bytes in decode, and the formula says {want}"
     cyclic = get_layout(setup.layout).cyclic
-    for step, of_sequences in enumerate(found[0].held):
+    for step, sequences in enumerate(reports[0].held):
         decoded = sum(steps(p.size)) if step % 2 else 0
-        for i, (ranks, length) in enumerate(zip(of_sequences, _lengths(p), strict=True)):
+        for i, (ranks, length) in enumerate(zip(sequences, _lengths(p), strict=True)):
             if sum(ranks) != length + decoded:
                 yield f"sequence {i}: ranks hold {sum(ranks)} of its {length + decoded} tokens"
             if (cyclic or length == p.seq_length) and max(ranks) - min(ranks) > 1:
                 yield f"sequence {i}: ranks hold {min(ranks)} to {max(ranks)} of its tokens"
 
 
-GENERATION = training.Check(make_texts, _measured, _judged)
+GENERATION = training.Check(make_texts, _measure, _judge)

@@ -16,11 +16,12 @@ from faulty_rings import faulty
 from nightly import NIGHT, nightly
 
 from cp_plugin import Options, Partial, Problem
+from cp_plugin.engine.attention.calls import Inputs
 from cp_plugin.engine.core.problem import Decay
 from cp_plugin.engine.kernels import merge as merging
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.testing import oracle
-from cp_plugin.testing.oracle import TENSORS, make_case, reference, relative_errors, tensors
+from cp_plugin.testing.oracle import TENSORS, answer, make_case, relative_errors, tensors
 from cp_plugin.testing.verify import plan, verify
 
 command = partial(cp_plugin, "verify", "--device", "cpu")
@@ -36,7 +37,10 @@ def problem(size: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32
 def test_its_oracle_agrees_with_the_tests_own(causal: bool, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "ELEMENTS", elements)
     case = independent.Case(seq_length=24, heads=6, kv_heads=2, causal=causal, head_dim=8, v_head_dim=4)
-    errors = relative_errors(reference(*case.inputs(), causal=causal), case.reference()[:4])
+    alike = Problem(
+        size=1, seq_length=24, heads=6, kv_heads=2, causal=causal, head_dim=8, v_head_dim=4, dtype=torch.float64
+    )
+    errors = relative_errors(answer(Inputs(*case.inputs()), alike), case.reference()[:4])
     assert max(errors.values()) < 1e-14
 
 
