@@ -1,10 +1,13 @@
-"""Train with Bridge's own loop on forked CPU ranks, and record what it computed."""
+"""Train with Bridge's own loop on forked CPU ranks, and record what it computed; data to fine-tune on."""
 
 from __future__ import annotations
 
+import json
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,21 +66,21 @@ def recipe(model: Mapping[str, Any] | None = None, steps: int = 3) -> Any:
 
 def train(
     ranks: int,
-    asked: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
     *,
     model: Mapping[str, Any] | None = None,
     change: Callable[[Any], None] | None = None,
     prepare: Callable[[], None] | None = None,
-    callbacks: Callable[[], list[Any]] = list,
+    events: Mapping[str, Callable[[Any], None]] | None = None,
     steps: int = 3,
 ) -> list[Record]:
     """Train on ``ranks`` forked processes, and return every rank's record.
 
-    asked: arguments of ``apply``.
+    arguments: of ``apply``; with them all ranks are context-parallel, unless the model says otherwise.
     model: fields of ``config.model``.
     change: further changes of the config, before ``apply``.
     prepare: called on every rank between ``apply`` and the training, to plant faults.
-    callbacks: further callbacks of Bridge's loop, made on every rank.
+    events: name of a callback of Bridge's loop -> what is called with its context.
     """
 
     def rank() -> Record:
@@ -87,22 +90,22 @@ def train(
         from cp_plugin import nemo
 
         logging.disable(logging.WARNING)
-        config, record = recipe(model, steps), Record()
+        config, record = recipe({"context_parallel_size": ranks if arguments else 1, **(model or {})}, steps), Record()
         if change is not None:
             change(config)
-        nemo.apply(config, **(asked or {}))
+        nemo.apply(config, **(arguments or {}))
         if prepare is not None:
             prepare()
-        pretrain(config, forward_step, [_recorder(record), *callbacks()])
+        pretrain(config, forward_step, [_callback(_record_into(record)), _callback(events or {})])
         return record
 
     return run_ranks(rank, ranks, timeout=180.0)
 
 
 @cache
-def one_rank(**model: Any) -> Record:
+def one_rank() -> Record:
     """The same training on one rank, without the plugin."""
-    return train(1, model=model)[0]
+    return train(1)[0]
 
 
 LOSS, GRAD = 1e-5, 1e-4
@@ -118,18 +121,78 @@ def check_same(records: Sequence[Record], reference: Record, steps: int = 3) -> 
             assert torch.linalg.norm(record.grads[key] - grad) <= GRAD * torch.linalg.norm(grad), key
 
 
-def _recorder(record: Record) -> Any:
+def _callback(events: Mapping[str, Callable[[Any], None]]) -> Any:
     from megatron.bridge.training.callbacks import Callback
 
-    class Recorder(Callback):
-        def on_train_step_end(self, context: Any) -> None:
-            if "lm loss" in context.loss_dict:
-                record.losses.append(float(context.loss_dict["lm loss"]))
-            if not record.grads:
-                named = [pair for chunk in context.model for pair in chunk.named_parameters()]
-                record.grads = {name: p.main_grad.detach().clone() for name, p in named if p.requires_grad}
+    return type("Events", (Callback,), {name: staticmethod(call) for name, call in events.items()})()
 
-        def on_eval_end(self, context: Any) -> None:
-            record.eval_losses.append(float(context.total_loss_dict["lm loss"]))
 
-    return Recorder()
+def _record_into(record: Record) -> dict[str, Callable[[Any], None]]:
+    def record_step(context: Any) -> None:
+        if "lm loss" in context.loss_dict:
+            record.losses.append(float(context.loss_dict["lm loss"]))
+        if not record.grads:
+            named = [pair for chunk in context.model for pair in chunk.named_parameters()]
+            record.grads = {name: p.main_grad.detach().clone() for name, p in named if p.requires_grad}
+
+    def record_evaluation(context: Any) -> None:
+        record.eval_losses.append(float(context.total_loss_dict["lm loss"]))
+
+    return {"on_train_step_end": record_step, "on_eval_end": record_evaluation}
+
+
+EXAMPLES, WORDS = 24, 127
+"""Fine-tuning data: words are numbers, tokens are the same numbers."""
+
+
+def write(folder: Path) -> Path:
+    """Write the tokenizer and examples of 9 to 40 tokens, about half of them the masked prompt; returns the folder."""
+    tokenizer().save_pretrained(folder)
+    random.seed(5)
+    lines = []
+    for _ in range(EXAMPLES):
+        prompt, answer = (" ".join(str(random.randrange(1, 120)) for _ in range(random.randint(4, 20))) for _ in "pa")
+        lines.append(json.dumps({"input": prompt, "output": answer}))
+    folder.joinpath("training.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def tokenizer() -> Any:
+    """A transformers tokenizer of ``WORDS`` numbers and an end of text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(number): number for number in range(WORDS)} | {"<end>": WORDS}
+    by_word = Tokenizer(models.WordLevel(words, unk_token="0"))
+    by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=by_word, eos_token="<end>", pad_token="<end>")
+
+
+def finetuning(folder: Path, *, packed: int = 0, pad_each_to: int = 1) -> Callable[[Any], None]:
+    """A function that puts Bridge's fine-tuning dataset into a config.
+
+    packed: the tokens of a pack; 0: an example is a sequence.
+    pad_each_to: the multiple to which every example of a pack is padded.
+    """
+
+    def change(config: Any) -> None:
+        from megatron.bridge.data.builders import GPTSFTDatasetConfig
+        from megatron.bridge.data.packing import PackedSequenceSpecs
+        from megatron.bridge.training.config import TokenizerConfig
+
+        specs = PackedSequenceSpecs(packed_sequence_size=packed, pad_seq_to_mult=pad_each_to, num_tokenizer_workers=1)
+        config.dataset = GPTSFTDatasetConfig(
+            seq_length=config.model.seq_length,
+            dataset_root=folder,
+            enable_offline_packing=packed > 0,
+            offline_packing_specs=specs if packed else None,
+            dataset_kwargs=None if packed else {"pad_to_max_length": True},
+            do_validation=False,
+            do_test=False,
+            num_workers=0,
+        )
+        config.tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+        if packed:
+            config.train.micro_batch_size = 1
+
+    return change

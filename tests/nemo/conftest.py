@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def bridge() -> None:
     """Imports Bridge in CPU mode, once for all ranks; skips where it is not installed."""
     try:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("bridge")
-
 FOLDER = Path(__file__).parents[2] / "examples" / "nemo"
 COMMAND = "--nproc 2 --small --steps 3 --context-parallel-size 2 --provider striped"
 
@@ -25,19 +23,17 @@ def _run(program: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _losses(
     words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], program: str = "pretrain.py"
-) -> list[str]:
+) -> list[float]:
     _run(program, words, monkeypatch)
-    found = re.findall(r"lm loss: (\S+)", capfd.readouterr().out)
-    return list(dict.fromkeys(found))  # the output of both ends is shown
+    printed = re.findall(r"lm loss: (\S+)", capfd.readouterr().out)
+    return [float(x) for x in dict.fromkeys(printed)]  # the output of both ends is shown
 
 
 def test_pretrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     losses = _losses(COMMAND, monkeypatch, capfd)
     assert len(losses) == 3
-    assert [float(x) for x in losses] == pytest.approx(
-        [float(x) for x in _losses("--nproc 1 --small --steps 3", monkeypatch, capfd)], rel=1e-5
-    )
+    assert losses == pytest.approx(_losses("--nproc 1 --small --steps 3", monkeypatch, capfd), rel=1e-5)
 
 
 def test_finetune(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -45,7 +41,7 @@ def test_finetune(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
     _run("finetune.py", "--make tiny", monkeypatch)
     small = "--small --model tiny --data tiny --lora 4 --steps 2"
     one, divided, packed = (
-        [float(x) for x in _losses(f"{words} {small}", monkeypatch, capfd, "finetune.py")]
+        _losses(f"{words} {small}", monkeypatch, capfd, "finetune.py")
         for words in (
             "--nproc 1",
             "--nproc 2 --context-parallel-size 2 --provider striped",

@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from bridge_data import finetuning, write
-from bridge_harness import Record, check_same, train
+from bridge_harness import Record, check_same, finetuning, train, write
 from nightly import nightly
 
 from cp_plugin.testing.launch import RankError
-
-pytestmark = pytest.mark.usefixtures("bridge")
 
 RING, STRIPED = {"provider": "ring", "layout": "zigzag"}, {"provider": "striped"}
 GRID = {"provider": "attention2d", "grid": "2x2"}
@@ -71,7 +68,7 @@ def _training(data: str, adapters: str, examples: Path, pretrained: Path) -> Cal
 
 
 @pytest.mark.parametrize(
-    ("data", "adapters", "ranks", "asked"),
+    ("data", "adapters", "ranks", "arguments"),
     [
         ("examples", "", 2, RING),
         ("packs of padded examples", "", 2, STRIPED),
@@ -90,7 +87,7 @@ def test_losses_and_gradients(
     data: str,
     adapters: str,
     ranks: int,
-    asked: dict[str, Any],
+    arguments: dict[str, Any],
     examples: Path,
     pretrained: Path,
     alone: Callable[[str, str], Record],
@@ -98,7 +95,7 @@ def test_losses_and_gradients(
     reference = alone(data, adapters)
     assert all("adapter" in name for name in reference.grads) == bool(adapters)
     change = _training(data, adapters, examples, pretrained)
-    check_same(train(ranks, asked, model={"context_parallel_size": ranks}, change=change), reference)
+    check_same(train(ranks, arguments, change=change), reference)
 
 
 def _documents_run_on() -> None:
@@ -110,4 +107,4 @@ def _documents_run_on() -> None:
 def test_the_self_check_finds_attention_beyond_a_document(examples: Path, pretrained: Path) -> None:
     change = _training("packs", "", examples, pretrained)
     with pytest.raises(RankError, match=r"layer 1, head \d: out of \d+ of 16 rows"):
-        train(2, STRIPED, model={"context_parallel_size": 2}, change=change, prepare=_documents_run_on)
+        train(2, STRIPED, change=change, prepare=_documents_run_on)

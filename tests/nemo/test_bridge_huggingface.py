@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from bridge_data import tokenizer
-from bridge_harness import train
+from bridge_harness import tokenizer, train
 from nightly import nightly
-
-pytestmark = pytest.mark.usefixtures("bridge")
 
 TOKENS, WORDS = 64, 128
 SIZES = {
@@ -49,32 +46,26 @@ def _tokens() -> torch.Tensor:
     return torch.randint(WORDS, (2, TOKENS), generator=torch.Generator().manual_seed(4))
 
 
-def _watch(bridge: Any, folder: Path) -> Callable[[], list[Any]]:
-    """A callback that computes logits of this rank's tokens and exports the weights, both before the first step."""
+def _watch(bridge: Any, folder: Path) -> Callable[[Any], None]:
+    """A callback that computes logits of this rank's tokens and exports the weights."""
 
-    def callbacks() -> list[Any]:
+    def compute_and_export(context: Any) -> None:
         import torch.distributed as dist
-        from megatron.bridge.training.callbacks import Callback
         from megatron.bridge.training.utils.pg_utils import get_pg_collection
         from megatron.core import utils
 
-        class Watch(Callback):
-            def on_train_start(self, context: Any) -> None:
-                places = torch.arange(TOKENS).expand(2, -1)
-                batch = {"tokens": _tokens(), "position_ids": places}
-                group = get_pg_collection(context.model).cp
-                mine = utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
-                with torch.no_grad():
-                    logits = context.model[0](mine["tokens"], mine["position_ids"], None)
-                torch.save((mine["position_ids"][0], logits), folder / f"logits{dist.get_rank()}")
-                bridge.save_hf_pretrained(context.model, folder / "exported", show_progress=False)
+        batch = {"tokens": _tokens(), "position_ids": torch.arange(TOKENS).expand(2, -1)}
+        group = get_pg_collection(context.model).cp
+        part = utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+        with torch.no_grad():
+            logits = context.model[0](part["tokens"], part["position_ids"], None)
+        torch.save((part["position_ids"][0], logits), folder / f"logits{dist.get_rank()}")
+        bridge.save_hf_pretrained(context.model, folder / "exported", show_progress=False)
 
-        return [Watch()]
-
-    return callbacks
+    return compute_and_export
 
 
-def _given(bridge: Any) -> Callable[[Any], None]:
+def _load_weights(bridge: Any) -> Callable[[Any], None]:
     def change(config: Any) -> None:
         size = config.model.context_parallel_size
         config.model = bridge.to_megatron_provider(load_weights=True)
@@ -84,25 +75,25 @@ def _given(bridge: Any) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "asked"),
+    ("name", "ranks", "arguments"),
     [
         ("llama", 2, {"provider": "ring", "layout": "zigzag"}),
         pytest.param("qwen3", 2, {"provider": "striped"}, marks=nightly),
         pytest.param("qwen3", 4, {"provider": "attention2d", "grid": "2x2"}, marks=nightly),
     ],
 )
-def test_logits_and_export(name: str, ranks: int, asked: dict[str, Any], tmp_path: Path) -> None:
+def test_logits_and_export(name: str, ranks: int, arguments: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model, bridge = _imported(name, tmp_path / "model")
     with torch.no_grad():
         logits = model(_tokens()).logits
-    size = {"context_parallel_size": ranks}
-    train(ranks, asked, model=size, change=_given(bridge), callbacks=_watch(bridge, tmp_path), steps=1)
+    events = {"on_train_start": _watch(bridge, tmp_path)}
+    train(ranks, arguments, change=_load_weights(bridge), events=events, steps=1)
     seen = []
     for rank in range(ranks):
-        places, mine = torch.load(tmp_path / f"logits{rank}")
-        torch.testing.assert_close(mine, logits[:, places], rtol=1e-4, atol=1e-5)
+        places, part = torch.load(tmp_path / f"logits{rank}")
+        torch.testing.assert_close(part, logits[:, places], rtol=1e-4, atol=1e-5)
         seen += places.tolist()
     assert sorted(seen) == list(range(TOKENS))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -11,19 +11,7 @@ from bridge_harness import recipe
 
 from cp_plugin.testing.launch import run_ranks
 
-pytestmark = pytest.mark.usefixtures("bridge")
-
 STRIPED = {"provider": "striped"}
-
-
-def _set(path: str, value: Any) -> Callable[[Any], None]:
-    def change(config: Any) -> None:
-        *parents, name = path.split(".")
-        for parent in parents:
-            config = getattr(config, parent)
-        setattr(config, name, value)
-
-    return change
 
 
 ARGUMENTS: tuple[tuple[dict[str, Any], str], ...] = (
@@ -53,36 +41,31 @@ FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("dataset.inter_document_masking", True, "config.dataset.inter_document_masking = True: Bridge reads"),
     ("dataset.reset_position_ids", True, "config.dataset.reset_position_ids"),
 )
+CASES = [
+    *((arguments, "model.context_parallel_size", 2, part) for arguments, part in ARGUMENTS),
+    *((STRIPED, *field) for field in FIELDS),
+]
 """``tests/megatron/flags/test_refusals.py`` has the others."""
 
 
-def _said() -> list[str]:
-    """The answers of ``apply`` to all of these, in a separate process."""
-
-    def answers() -> list[str]:
-        cases = [(asked, _set("model.context_parallel_size", 2)) for asked, _ in ARGUMENTS]
-        cases += [(STRIPED, _set(path, value)) for path, value, _ in FIELDS]
-        return [_answer(*case) for case in cases]
-
-    return run_ranks(answers, 1)[0]
-
-
-def _answer(asked: dict[str, Any], change: Callable[[Any], None]) -> str:
+def _answer(arguments: dict[str, Any], path: str, value: Any) -> str:
     from cp_plugin import nemo
 
     config = recipe({"context_parallel_size": 2})
-    change(config)
+    *parents, name = path.split(".")
+    setattr(reduce(getattr, parents, config), name, value)
     try:
-        nemo.apply(config, **asked)
+        nemo.apply(config, **arguments)
     except ValueError as error:
         return str(error)
     return "it was accepted"
 
 
 def test_arguments_and_fields_of_the_config() -> None:
-    wanted = [*(part for _, part in ARGUMENTS), *(part for *_, part in FIELDS)]
-    for number, (part, said) in enumerate(zip(wanted, _said(), strict=True)):
-        assert part in said and ("--cp-" not in said or number >= len(ARGUMENTS))
+    """In a process of their own."""
+    answers = run_ranks(lambda: [_answer(*case) for *case, _ in CASES], 1)[0]
+    for (arguments, *_, part), text in zip(CASES, answers, strict=True):
+        assert part in text and (arguments == STRIPED or "--cp-" not in text), text
 
 
 def test_what_apply_sets_and_leaves() -> None:
