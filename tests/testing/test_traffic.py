@@ -18,18 +18,15 @@ from cp_plugin.engine.methods import registry as providers
 from cp_plugin.testing.ranks import refuse_too_large
 from cp_plugin.testing.traffic import Row, price_one, trace
 
-SIZE = 64
+PUBLISHED = Problem(size=64, heads=64, kv_heads=64, head_dim=128, seq_length=512, dtype=torch.float32)
 TRACED = (0, 37)
 """Ranks that are traced too: on the diagonal of a square grid and off it."""
 
 
-def priced(name: str, **options: object) -> Row:
-    """Traffic on 64 ranks by the formula, which the trace must confirm; float32, equal heads."""
-    problem = Problem(size=SIZE, heads=64, kv_heads=64, head_dim=128, seq_length=8 * SIZE, dtype=torch.float32)
+def priced(name: str, problem: Problem, **options: object) -> Row:
+    """Traffic by the formula."""
     row = price_one(settled(providers.get(name), problem, Options(**options)))
     assert row.ranks, row.setup.reason
-    for index in TRACED:
-        assert trace(row.setup, index) == row.ranks[index], (row.setup, index)
     return row
 
 
@@ -46,8 +43,10 @@ def priced(name: str, **options: object) -> Row:
 def test_published_counts_in_units_of_one_local_tensor(
     name: str, options: dict[str, object], published: int, beside: float
 ) -> None:
-    """The published counts leave out row statistics."""
-    row = priced(name, **options)
+    """The published counts leave out row statistics; the trace confirms the formula."""
+    row = priced(name, PUBLISHED, **options)
+    for index in TRACED:
+        assert trace(row.setup, index) == row.ranks[index], (row.setup, index)
     units = row.most / (row.setup.problem.q_elements * 4)
     assert units == published + beside
     assert units == pytest.approx(published, rel=0.05)
@@ -70,25 +69,20 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-def most(name: str, problem: Problem, **options: object) -> int:
-    row = price_one(settled(providers.get(name), problem, Options(**options)))
-    assert row.ranks, row.setup.reason
-    return row.most
-
-
 @settings(max_examples=60)
 @given(problems())
 def test_no_automatic_choice_sends_more_than_a_ring(problem: Problem) -> None:
-    ring = most("ring", problem)
+    ring = priced("ring", problem).most
     for name in ("attention2d", "burst", "all_gather"):
-        assert most(name, problem) <= ring, name
+        assert priced(name, problem).most <= ring, name
 
 
 @settings(max_examples=60)
 @given(problems(), st.data())
 def test_nested_burst_never_sends_more_than_the_double_ring(problem: Problem, data: st.DataObject) -> None:
     intra = data.draw(st.sampled_from([n for n in range(1, problem.size + 1) if problem.size % n == 0]))
-    assert most("burst", problem, intra_size=intra) <= most("double_ring", problem, intra_size=intra)
+    burst, double = (priced(name, problem, intra_size=intra).most for name in ("burst", "double_ring"))
+    assert burst <= double
 
 
 EVERY = {*providers.names(), *providers.names("linear")}
@@ -112,14 +106,14 @@ def test_the_command_shows_every_provider_or_its_reason() -> None:
 def test_json_has_the_bytes_of_the_formula() -> None:
     args = ("--provider", "ring", "--provider", "attention2d", "--grid", "8x8", "--kv-heads", "32", "--json")
     result = traffic(*args)
-    found = json.loads(result.stdout)
-    assert result.stderr == "" and found["problem"]["dtype"] == "bfloat16"
+    report = json.loads(result.stdout)
+    assert result.stderr == "" and report["problem"]["dtype"] == "bfloat16"
     problem = Problem(size=64, heads=32, kv_heads=32)
-    for row, options in zip(found["rows"], (Options(), Options(grid=(8, 8))), strict=True):
+    for row, options in zip(report["rows"], (Options(), Options(grid=(8, 8))), strict=True):
         want = price_one(settled(providers.get(row["provider"]), problem, options))
         assert (row["most"], row["least"]) == (want.most, want.least)
         assert sum(n for axes in row["by_axis"].values() for n in axes.values()) == want.most
-    assert found["rows"][1]["chosen"]["grid"] == [8, 8] and found["rows"][1]["over_ring"] < 0.25
+    assert report["rows"][1]["chosen"]["grid"] == [8, 8] and report["rows"][1]["over_ring"] < 0.25
 
 
 def test_an_impossible_problem_is_a_failure() -> None:

@@ -117,9 +117,9 @@ def test_the_command_passes_in_plain_lines_and_in_json() -> None:
     result = command(
         *SMALL, "--provider", "attention2d", "--grid", "2x2", "--mask", "full", "--kv-heads", "8", "--json"
     )
-    found = json.loads(result.stdout)
-    assert result.exit_code == 0 and found["ok"] and len(found["results"]) == 4 * 2
-    assert all(r["chosen"]["grid"] == [2, 2] and tuple(r["errors"]) == TENSORS[:4] for r in found["results"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0 and report["ok"] and len(report["results"]) == 4 * 2
+    assert all(r["chosen"]["grid"] == [2, 2] and tuple(r["errors"]) == TENSORS[:4] for r in report["results"])
 
 
 def test_a_forgotten_merge_weight_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ SMALL = ("--heads", "4", "--head-dim", "8", "--seq-length", "32")
 command = partial(cp_plugin, "verify", "--decode", "--device", "cpu", *SMALL)
 
 
-def on_threads(*chosen: str, dtype: torch.dtype = torch.float32, fp8: Any = None) -> list[verify.Result]:
+def run_on_threads(*chosen: str, dtype: torch.dtype = torch.float32, fp8: Any = None) -> list[verify.Result]:
     """On 3 ranks, the last of which is beyond the tree's power of two."""
     problem = Problem(size=3, heads=6, kv_heads=3, head_dim=16, v_head_dim=8, seq_length=48, batch=2, dtype=dtype)
     planned = verify_decode.plan(chosen, [problem], Options(fp8=fp8))
@@ -32,7 +32,7 @@ def on_threads(*chosen: str, dtype: torch.dtype = torch.float32, fp8: Any = None
 
 
 def test_every_provider_passes_on_three_ranks() -> None:
-    results = on_threads()
+    results = run_on_threads()
     assert {r.setup.provider.kind for r in results} == {"softmax", "linear"} and len(results) > 25
     for result in results:
         assert result.ok, (result, str(result.setup))
@@ -42,36 +42,36 @@ def test_every_provider_passes_on_three_ranks() -> None:
 
 @pytest.mark.parametrize("fp8", [None, "comm"])
 def test_half_precision_and_an_fp8_cache_are_within_their_limits(fp8: Any) -> None:
-    for result in on_threads("striped", *(["lasp2"] if fp8 is None else []), dtype=torch.bfloat16, fp8=fp8):
+    for result in run_on_threads("striped", *(["lasp2"] if fp8 is None else []), dtype=torch.bfloat16, fp8=fp8):
         assert result.ok, result
         assert result.errors["decode"] > (0.01 if fp8 else 1e-4), "it is measured in that precision"
         assert max(result.limits.values()) < (0.1 if fp8 else 0.01), "a limit is that of the precision"
 
 
 def test_the_command_passes_in_lines_and_in_json() -> None:
-    found = command(
+    result = command(
         "--ranks", "2", "--provider", "ring", "--provider", "lasp2", "--dtype", "float32", "--kv-heads", "2"
     )
-    assert found.exit_code == 0, found.output
-    assert found.stdout.splitlines()[-1] == "PASS: 19 of 19 within limits; 8 cannot run, for the reasons given"
-    found = command("--ranks", "2", "--provider", "striped", "--dtype", "float32", "--kv-heads", "2", "--json")
-    (result,) = json.loads(found.stdout)["results"]
-    assert found.exit_code == 0 and result["ok"] and result["sent_per_token"] == [4 * 9 * 4] * 2
-    assert list(result["errors"]) == ["prefill", "decode", "chunked_prefill", "chunked_decode"]
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "PASS: 19 of 19 within limits; 8 cannot run, for the reasons given"
+    result = command("--ranks", "2", "--provider", "striped", "--dtype", "float32", "--kv-heads", "2", "--json")
+    (setup,) = json.loads(result.stdout)["results"]
+    assert result.exit_code == 0 and setup["ok"] and setup["sent_per_token"] == [4 * 9 * 4] * 2
+    assert list(setup["errors"]) == ["prefill", "decode", "chunked_prefill", "chunked_decode"]
 
 
 def test_a_prompt_too_short_for_two_chunks_is_a_reason() -> None:
-    found = command("--ranks", "2", "--provider", "ring", "--seq-length", "4", "--dtype", "float32", "--kv-heads", "2")
-    assert found.exit_code == 0, found.output
-    shown = " ".join(found.stdout.split())
+    result = command("--ranks", "2", "--provider", "ring", "--seq-length", "4", "--dtype", "float32", "--kv-heads", "2")
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.stdout.split())
     assert "a prompt in two parts needs 8 tokens or more on 2 ranks in the zigzag layout" in shown
 
 
 def _rounded_anew(lower: Partial, upper: Partial) -> Partial:
     """Well within the limit, but not equal on all ranks."""
-    found = merge.merge_all((lower, upper))
-    assert found is not None
-    return Partial(found.out * (1 + 1e-7 * torch.randn(found.out.shape)), found.lse)
+    merged = merge.merge_all((lower, upper))
+    assert merged is not None
+    return Partial(merged.out * (1 + 1e-7 * torch.randn(merged.out.shape)), merged.lse)
 
 
 def _none_hidden(held: torch.Tensor, positions: torch.Tensor, window: Any) -> torch.Tensor:
@@ -102,5 +102,5 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 )
 def test_a_fault_is_caught(fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*FAULTS[fault])
-    result = on_threads("lasp2" if fault == "state" else "ulysses", dtype=dtype)[0]
+    result = run_on_threads("lasp2" if fault == "state" else "ulysses", dtype=dtype)[0]
     assert not result.ok and (result.failure == "") == (fault in ("unmasked", "lost", "scale", "state")), result
