@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,23 +35,19 @@ class Additions:
 
         Hooks are watched in the call: most only look, and are left alone.
         """
-        watched = [x for x in _additions(self.model) if x[3] is not None and x[0] not in self.known]
         acting: dict[Any, str] = {}
-        originals = [hooks[number] for *_, hooks, number in watched]
-        try:
-            for (key, name, hooks, number), hook in zip(watched, originals, strict=True):
-                hooks[number] = partial(_watched, hook, partial(acting.setdefault, key, name))
+        with ExitStack() as undo:
+            for key, name, hooks, number in list(_additions(self.model)):
+                if number is not None and key not in self.known:
+                    undo.callback(_put_back, hooks, number, hooks[number])
+                    hooks[number] = partial(_watched, hooks[number], partial(acting.setdefault, key, name))
             yield
-        finally:
-            for (*_, hooks, number), hook in zip(watched, originals, strict=True):
-                if number in hooks:  # it may have removed itself
-                    hooks[number] = hook
         self._look(division, acting)
 
     @eager
     def _look(self, division: Division, acting: dict[Any, str]) -> None:
-        found = {key: name for key, name, _, number in _additions(self.model) if number is None} | acting
-        new = {key: name for key, name in found.items() if key not in self.known}
+        effects = {key: name for key, name, _, number in _additions(self.model) if number is None} | acting
+        new = {key: name for key, name in effects.items() if key not in self.known}
         if not bool(gathered(division.cp.mesh, torch.tensor([bool(new)])).any()):
             return
         names, calls, division.calls = ", ".join(list(new.values())[:3]) or "something", division.calls, Calls()
@@ -73,6 +69,11 @@ class Additions:
             division.calls = calls
 
 
+def _put_back(hooks: Any, number: int, hook: Any) -> None:
+    if number in hooks:  # it may have removed itself
+        hooks[number] = hook
+
+
 def _watched(hook: Any, note: Callable[[], Any], *args: Any) -> Any:
     """Call the hook; ``note`` if it changes something."""
     tensors = [x for x in tree_leaves(args[1:]) if isinstance(x, Tensor) and not x.is_inference()]
@@ -90,12 +91,12 @@ def _additions(model: nn.Module) -> Iterator[tuple[Any, str, Any, int | None]]:
         things = {f"the forward of {where or 'the model'}": vars(layer).get("forward"), where: kind}
         loss = None if where else getattr(model, "loss_function", None)
         things["the loss_function"] = getattr(loss, "__func__", loss)  # a bound method is another at each look
-        found: list[tuple[str, Any, Any, int | None]]
-        found = [(name, what, None, None) for name, what in things.items() if what is not None]
+        objects: list[tuple[str, Any, Any, int | None]]
+        objects = [(name, what, None, None) for name, what in things.items() if what is not None]
         for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
             name = f"a hook of {type(layer).__name__} {where}".strip()
-            found += [(name, hook, hooks, number) for number, hook in hooks.items()]
-        for name, what, hooks, number in found:
+            objects += [(name, hook, hooks, number) for number, hook in hooks.items()]
+        for name, what, hooks, number in objects:
             origin = str(getattr(what, "__module__", None) or type(what).__module__)
             if origin.split(".")[0] not in ("torch", "accelerate", "cp_plugin"):
                 yield (where, id(what)), f"{getattr(what, '__qualname__', type(what).__name__)}, {name}", hooks, number

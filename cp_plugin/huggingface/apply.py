@@ -216,12 +216,11 @@ class Both:
             for x, std in ((query, 3), (key, 1), (value, 1))
         )
         cp, read = placed(division.cp, division.call.documents), self.masks.get(id(mask), (mask, mask))[1]
-        mine = division.attend_over_ranks(module, cp.shard(q, 2), cp.shard(k, 2), cp.shard(v, 2), read, **options)
-        got = cp.unshard(mine, 1)
-        mask_of_q = mask
-        if mask is not None and mask.is_floating_point():
-            mask_of_q = mask.to(dtype).clamp_min(torch.finfo(dtype).min)
-        want = own(module, q, k, v, mask_of_q, **options)[0]
+        shards = (cp.shard(x, 2) for x in (q, k, v))
+        got = cp.unshard(division.attend_over_ranks(module, *shards, read, **options), 1)
+        floats = mask is not None and mask.is_floating_point()
+        cast = mask.to(dtype).clamp_min(torch.finfo(dtype).min) if floats else mask
+        want = own(module, q, k, v, cast, **options)[0]
         error = ((got - want).double().norm(dim=-1) / want.double().norm(dim=-1).clamp_min(1e-3)).max().item()
         if not error <= (limit := allowed(dtype)):
             raise ValueError(
@@ -252,8 +251,8 @@ def _compare_results(
 ) -> None:
     """Compare what the divided model computes of a whole sequence with what one rank did; collective."""
     cp, dtype, batch = division.cp, coarsest(model, division.dtype), shard(division.cp, whole)
-    mine = _evaluated(model, compute, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
-    error = apart(want, placed(cp, (0, want.size(1))).unshard(mine, 1), 2, dtype)
+    part = _evaluated(model, compute, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    error = apart(want, placed(cp, (0, want.size(1))).unshard(part, 1), 2, dtype)
     if not error <= (limit := allowed(dtype)):
         raise ValueError(
             f"{type(model).__name__} differs between {cp.size} ranks and one (relative error {error:.1e}, allowed "
@@ -275,19 +274,19 @@ def require_next_token_loss(model: PreTrainedModel, division: Division) -> None:
     labels = ids.flip(0).roll(3, 1).clone()
     labels[:, : size // 3] = IGNORED  # ranks then have different numbers of labels
     batch = shard(cp, ids, labels)
-    twice, mine = 2 * int(batch["num_items_in_batch"]), {key: batch[key] for key in ("input_ids", "position_ids")}
+    twice, inputs = 2 * int(batch["num_items_in_batch"]), {key: batch[key] for key in ("input_ids", "position_ids")}
+    following = {key: batch[key] for key in ("labels", "shift_labels")}
 
     def compare_over_ranks(loss: Tensor, logits: Tensor, items: int | None) -> None:
         loss = gathered(cp.mesh, loss.detach().double().view(1)).sum()
-        how = f"the losses of {cp.size} ranks, with num_items_in_batch={items}, add up to"
-        _compare(model, loss, placed(cp, (0, size)).unshard(logits, 1), labels, items, how)
+        whose = f"the losses of {cp.size} ranks, with num_items_in_batch={items}, add up to"
+        _compare(model, loss, placed(cp, (0, size)).unshard(logits, 1), labels, items, whose)
 
     for training in (False, True):
         with probing(model, division, Alone(), Call(size, size - 1), training), Plain(False):
             _compare_alone(model, ids, labels)
-            following = {key: batch[key] for key in ("labels", "shift_labels")}
-            result = model(**mine, **following, num_items_in_batch=twice, use_cache=False)
-            logits = _logits(model, result, **mine)
+            result = model(**inputs, **following, num_items_in_batch=twice, use_cache=False)
+            logits = _logits(model, result, **inputs)
         compare_over_ranks(result.loss, logits, twice)
     with unchanged(model):
         result = model.eval()(**batch | {"num_items_in_batch": None}, use_cache=False)

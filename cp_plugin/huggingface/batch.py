@@ -129,14 +129,12 @@ def shard_tree(cp: ContextParallel, input_ids: Tensor, tree: Tree, labels: Tenso
         raise ValueError(f"input_ids and labels must be [b, {tree.seq_length}], the tokens of the tree, got {shapes}")
     device = input_ids.device
     rows, targets = tree.predictions(cp.positions(tree.seq_length, device))
-    of_all_ranks = tree.predictions(torch.arange(tree.seq_length, device=device))[1]
-    mine = labels[:, targets]
+    every_target = tree.predictions(torch.arange(tree.seq_length, device=device))[1]
     return {
         "input_ids": cp.shard(input_ids, 1),
         "position_ids": cp.shard(tree.position_ids().to(device)).expand(input_ids.size(0), -1),
-        "labels": mine,
-        "shift_labels": mine,
-        "num_items_in_batch": (labels[:, of_all_ranks] != IGNORED).sum(),
+        **dict.fromkeys(("labels", "shift_labels"), labels[:, targets]),
+        "num_items_in_batch": (labels[:, every_target] != IGNORED).sum(),
         "logits_to_keep": rows,
         "tree": tree,
         DIGEST: torch.stack([digest(input_ids), digest(labels)]),

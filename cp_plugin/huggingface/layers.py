@@ -71,7 +71,7 @@ def convolution(
 ) -> Tensor:
     """``causal_conv1d_fn`` of causal-conv1d: x ``[b, c, s]``, weight ``[c, w]``."""
     if division.probe is not None:
-        out = x * weight[:, -1:] if bias is None else x * weight[:, -1:] + bias[:, None]
+        out = x * weight[:, -1:] + (0 if bias is None else bias[:, None])
     else:
         linear, bounds = _placed(division, x.size(2), cu_seq_lens_q)
         out = short_convolution(linear, x.permute(2, 0, 1), weight, bias, cu_seqlens=bounds).permute(1, 2, 0)
@@ -146,9 +146,9 @@ def _lengthen(
         one = positions.new_empty((*positions.shape[:-1], 1))
         return torch.cat((positions, one.copy_(last) if isinstance(last, Tensor) else one.fill_(last)), -1)
 
-    given = inspect.signature(type(layer).forward).bind(layer, *args, **named)
-    given.arguments["position_ids"] = longer(given.arguments["position_ids"])
-    return given.args[1:], given.kwargs
+    bound = inspect.signature(type(layer).forward).bind(layer, *args, **named)
+    bound.arguments["position_ids"] = longer(bound.arguments["position_ids"])
+    return bound.args[1:], bound.kwargs
 
 
 def _shorten(division: Division, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -186,11 +186,11 @@ def mixers(model: nn.Module) -> Iterator[nn.Module]:
 
 def rotary(model: nn.Module) -> Iterator[nn.Module]:
     """Modules that make angles of positions: they have no parameters."""
-    for layer in model.modules():
-        if "position_ids" in inspect.signature(type(layer).forward).parameters and not any(
-            True for _ in layer.parameters()
-        ):
-            yield layer
+    return (
+        layer
+        for layer in model.modules()
+        if "position_ids" in inspect.signature(type(layer).forward).parameters and not [*layer.parameters()]
+    )
 
 
 def lasp2(model: nn.Module, cp: ContextParallel) -> ContextParallel | None:

@@ -21,12 +21,11 @@ from cp_plugin.engine.core.tree import Tree
 from cp_plugin.huggingface.additions import Additions
 from cp_plugin.huggingface.attention import UNSUPPORTED, Call, Division, OfShard, placed, refuse
 from cp_plugin.huggingface.batch import DIGEST, IGNORED, starts
-from cp_plugin.huggingface.rows import ASKED, ROWS, run_own_rows
+from cp_plugin.huggingface.rows import ASKED, BOUNDS, ROWS, run_own_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_PACKS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CACHES = ("past_key_values", "cache", "cache_params")
 _DIVIDED = "_cp_plugin"
 """Attribute of a module whose ``forward`` is divided: its ``Forward``."""
@@ -81,10 +80,10 @@ class Forward:
             return self.run(named)
         if ROWS in named:
             return run_own_rows(division.cp, self, self.model.training, named)
-        asked = named.pop(ASKED, None)
+        request = named.pop(ASKED, None)
         additions = self.additions if division.calls.is_next_compared() else None
         with nullcontext() if additions is None else additions.examined(division):
-            return self.run(named) if asked is None else asked.compute(self, named)
+            return self.run(named) if request is None else request.compute(self, named)
 
     def run(self, named: dict[str, Any]) -> Any:
         """A call for a shard."""
@@ -190,11 +189,11 @@ class Forward:
 
     def _documents(self, named: dict[str, Any], tokens: int) -> tuple[int, ...]:
         """Bounds of documents, of which the host knows those of ``shard`` without asking the device."""
-        given, mark = named.get("cu_seq_lens_q"), named.get(_CACHES[0])
+        bounds, mark = named.get("cu_seq_lens_q"), named.get(_CACHES[0])
         known = mark.documents if isinstance(mark, OfShard) else ()
-        if given is None or given.device.type == "cpu" or len(given) != len(known) or known[-1:] != (tokens,):
-            return document_bounds(given, tokens)
-        same = copied(torch.tensor(known, dtype=given.dtype), given.device) == given
+        if bounds is None or bounds.device.type == "cpu" or len(bounds) != len(known) or known[-1:] != (tokens,):
+            return document_bounds(bounds, tokens)
+        same = copied(torch.tensor(known, dtype=bounds.dtype), bounds.device) == bounds
         self._require(same.all(), "cu_seq_lens_q must be those of huggingface.shard")
         return known
 
@@ -202,7 +201,7 @@ class Forward:
         division, positions = self.division, named["position_ids"]
         tokens = positions.size(-1) * division.cp.size
         bounds = self._documents(named, tokens)
-        named = {key: x for key, x in named.items() if key not in (*_PACKS, DIGEST) and not isinstance(x, OfShard)}
+        named = {key: x for key, x in named.items() if key not in (*BOUNDS, DIGEST) and not isinstance(x, OfShard)}
         if bounds and division.linear is not None:
             named["cu_seq_lens_q"] = torch.tensor(bounds, dtype=torch.int32)
         if "use_cache" in self.parameters():

@@ -53,7 +53,8 @@ def hidden_states(
     Raises:
         ValueError: for a model that is not divided by ``cp``, or arguments that do not fit.
     """
-    return _score_rows(model, cp, input_ids, None, 1.0, attention_mask, position_ids, cu_seq_lens_q)
+    packs = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q}
+    return _score_rows(model, cp, input_ids, None, attention_mask, packs)
 
 
 def log_probabilities(
@@ -80,7 +81,8 @@ def log_probabilities(
         float32 ``[b, s - 1]``: at t that of ``labels[:, t + 1]``.
     """
     labels = input_ids if labels is None else labels
-    return _score_rows(model, cp, input_ids, labels, temperature, attention_mask, position_ids, cu_seq_lens_q)[:, :-1]
+    packs = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q}
+    return _score_rows(model, cp, input_ids, labels, attention_mask, packs, temperature)[:, :-1]
 
 
 def _score_rows(
@@ -88,36 +90,35 @@ def _score_rows(
     cp: ContextParallel,
     ids: Tensor,
     labels: Tensor | None,
-    temperature: float,
     mask: Tensor | None,
-    position_ids: Tensor | None,
-    cu_seq_lens_q: Tensor | None,
+    packs: dict[str, Tensor | None],
+    temperature: float = 1.0,
 ) -> Tensor:
     targets, padding, order = (ids if labels is None else labels), None, None
     if mask is not None:
         refuse(mask.shape != ids.shape, f"an attention_mask of {list(mask.shape)} for {list(ids.shape)}")
-        refuse(position_ids is not None or cu_seq_lens_q is not None, "packs that are padded by an attention_mask")
+        refuse(any(x is not None for x in packs.values()), "packs that are padded by an attention_mask")
         padding = mask == 0
         runs = (pad((~padding).long(), (1, 0)).diff(dim=1) > 0).sum(1)
         refuse(bool((runs > 1).any()), "an attention_mask with zeros between ones")
         order = padding.sort(dim=1, stable=True).indices
         ids, targets = ids.gather(1, order), targets.masked_fill(padding, IGNORED).gather(1, order)
-    batch = shard(cp, ids, targets, position_ids=position_ids, cu_seq_lens_q=cu_seq_lens_q)
-    mine = batch.pop("labels")
+    batch = shard(cp, ids, targets, **packs)
+    own_targets = batch.pop("labels")
     del batch["shift_labels"], batch["num_items_in_batch"]
-    asked = _Asked(cp, None if labels is None else mine, temperature)
-    output = model(**batch, use_cache=False, **{ASKED: asked})
+    request = _Request(cp, None if labels is None else own_targets, temperature)
+    output = model(**batch, use_cache=False, **{ASKED: request})
     refuse(not isinstance(output, dict) or ASKED not in output, "a model that is not divided: call apply first")
-    found = placed(cp, batch["past_key_values"].documents).unshard(output[ASKED], 1)[:, : ids.size(1)]
+    result = placed(cp, batch["past_key_values"].documents).unshard(output[ASKED], 1)[:, : ids.size(1)]
     if padding is None or order is None:
-        return found
+        return result
     if labels is None:
-        order, padding = order[..., None].expand(found.shape), padding[..., None]
-    return found.new_zeros(found.shape).scatter(1, order, found).masked_fill(padding, 0)
+        order, padding = order[..., None].expand(result.shape), padding[..., None]
+    return result.new_zeros(result.shape).scatter(1, order, result).masked_fill(padding, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Request:
     """What a divided model is asked for, instead of its output; it travels through wrappers as one of its arguments."""
 
     cp: ContextParallel
@@ -133,8 +134,8 @@ class _Asked:
             refuse(self.targets is not None, f"log-probabilities of {type(model).__name__}, which has no head")
             return {ASKED: forward.run(named)[0]}
         handles = [
-            inner.register_forward_hook(lambda _, given, output: kept.append(output[0])),
-            head.register_forward_pre_hook(lambda _, given: (given[0][:, :1], *given[1:])),
+            inner.register_forward_hook(lambda _, args, output: kept.append(output[0])),
+            head.register_forward_pre_hook(lambda _, args: (args[0][:, :1], *args[1:])),
         ]
         try:
             logits = forward.run(named).logits

@@ -40,7 +40,7 @@ ROWS = "cp_rows"
 ASKED = "cp_asked"
 """Key of what is asked for instead of the model's output: an object with ``compute(forward, named)``."""
 _TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_idx")
-_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _FILLING = (0, IGNORED, 0, -1, 0)
 """Of input_ids, labels, starts, owner and place; no counted token sees them, whatever they are."""
 
@@ -113,24 +113,24 @@ class _Where:
     """``[b, s]``: the rank whose row a token is in; -1: of none."""
     place: Tensor
     """``[b, s]``: its place in that rank's rows."""
-    mine: tuple[int, int]
-    """Shape of this rank's rows."""
+    shape: tuple[int, int]
+    """Of this rank's rows."""
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """``[b, s / size, ...]`` of the tokens here -> ``[*mine, ...]`` of the rows of this rank; differentiable."""
+        """``[b, s / size, ...]`` of the tokens here -> ``[*shape, ...]`` of the rows of this rank; differentiable."""
         cp, kind = self.cp, x.dtype
         n = self.owner.size(1)
         x = x.flatten(0, 1).to(torch.uint8 if kind == torch.bool else kind)
         tokens = [cp.layout.positions(n, cp.size, number, x.device) for number in cp.numbers]
-        owners = [self.owner[:, here].flatten() for here in tokens]
+        owners, places = ([whole[:, at].flatten() for at in tokens] for whole in (self.owner, self.place))
         longest = int(torch.stack([torch.bincount(of[of >= 0], minlength=cp.size) for of in owners]).max())
         leaving = [(owners[cp.index] == rank).nonzero().flatten() for rank in range(cp.size)]
         parts = torch.stack([pad(x[of], (*([0, 0] * (x.dim() - 1)), 0, longest - len(of))) for of in leaving])
         parts = _ToOwners.apply(parts, cp.mesh)
         coming = [(of == cp.index).nonzero().flatten() for of in owners]
-        found = torch.cat([part[: len(of)] for part, of in zip(parts, coming, strict=True)])
-        places = torch.cat([self.place[:, here].flatten()[of] for here, of in zip(tokens, coming, strict=True)])
-        return found.new_zeros(found.shape).index_copy(0, places, found).unflatten(0, self.mine).to(kind)
+        arrived = torch.cat([part[: len(of)] for part, of in zip(parts, coming, strict=True)])
+        place = torch.cat([x[of] for x, of in zip(places, coming, strict=True)])
+        return arrived.new_zeros(arrived.shape).index_copy(0, place, arrived).unflatten(0, self.shape).to(kind)
 
 
 class _ToOwners(torch.autograd.Function):
@@ -185,11 +185,11 @@ def _share_rows(cp: ContextParallel, training: bool, named: dict[str, Any]) -> t
     labels = torch.full_like(ids, IGNORED) if counted is None else counted
     packed = any(row[2] for row in table)
     x = torch.stack([ids, labels, starts])
-    ids, labels, starts, owner, place = _of_every_rank(cp, x, shapes, packed)
+    ids, labels, starts, owner, place = _gather_rows(cp, x, shapes, packed)
     bounds = (0, ids.size(1)) if cp.layout == DOCUMENTS and cp.size > 1 else ()
     if packed:
         bounds = (*starts[0].nonzero().flatten().tolist(), ids.size(1))
-    rest = {key: x for key, x in named.items() if key not in (*_TOKENS, *_BOUNDS)}
+    rest = {key: x for key, x in named.items() if key not in (*_TOKENS, *BOUNDS)}
     batch = part(cp, ids, None if following is None else labels, bounds)
     total, real = (sum(row[i] for row in table) for i in (3, 4))
     if items is not None and 0 < real < total:
@@ -254,7 +254,7 @@ def _agreed(
     return [row[len(ours) :] for row in table]
 
 
-def _of_every_rank(cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]], packed: bool) -> Tensor:
+def _gather_rows(cp: ContextParallel, x: Tensor, shapes: list[tuple[int, int]], packed: bool) -> Tensor:
     """``[3, b, s]`` of this rank -> those of all ranks with owners and places: ``[5, size * b, s]`` of their rows or,
     where some are packs, ``[5, 1, s]`` of one row of all documents, whose filling is a document of its own."""
     if packed:
@@ -293,12 +293,12 @@ def _to_own_rows(output: Any, where: _Where, training: bool, labelled: bool) -> 
 
     is_tuple = not isinstance(output, Mapping)
     names = (*("loss",) * labelled, "logits", *("output",) * len(output))
-    found = [
+    own_outputs = [
         (name, _loss(cp, x, training) if name == "loss" and x is not None else own(name, x))
         for name, x in (zip(names, output, strict=False) if is_tuple else output.items())
         if is_tuple or not (name == "logits" and labelled and training)
     ]
-    return tuple(x for _, x in found) if is_tuple else type(output)(**dict(found))
+    return tuple(x for _, x in own_outputs) if is_tuple else type(output)(**dict(own_outputs))
 
 
 def _loss(cp: ContextParallel, loss: Tensor, training: bool) -> Tensor:
@@ -314,14 +314,14 @@ def starts_of(named: Mapping[str, Any]) -> Tensor:
     ids, mask, documents = named["input_ids"], named.get("attention_mask"), named.get("seq_idx")
     refuse(ids.dim() != 2, f"input_ids of {list(ids.shape)}, which are not [b, s]")
     for name, x in named.items():
-        if isinstance(x, Tensor) and x.numel() > 1 and name not in (*_BOUNDS, ROWS):
+        if isinstance(x, Tensor) and x.numel() > 1 and name not in (*BOUNDS, ROWS):
             refuse(name not in _TOKENS, f"`{name}` in rows: remove it from them, or in a collate function")
             require_shape(name, x, ids)
     refuse(_uneven(), "even_batches=False of accelerate, by which ranks get different numbers of batches")
     refuse(bool(named.get("logits_to_keep")), "logits_to_keep, which would count from the end of each shard")
     real = torch.ones_like(ids) if mask is None else (mask != 0).long()
     refuse(bool((real.diff(dim=1) > 0).any()), "padding on the left: set the tokenizer's padding_side to right")
-    positions, queries, keys = (named.get(key) for key in ("position_ids", *_BOUNDS[:2]))
+    positions, queries, keys = (named.get(key) for key in ("position_ids", *BOUNDS[:2]))
     starts = document_starts(ids, positions, queries, keys, real)
     if documents is not None:
         differ = documents.diff(dim=1) != 0

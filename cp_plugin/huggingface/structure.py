@@ -119,7 +119,11 @@ def _moves_nothing(model: PreTrainedModel, ids: Tensor) -> None:
     vocabulary = model.config.vocab_size
     other = (tokens(model, ids.size(1)) + 1 + vocabulary // 2) % vocabulary
     own = torch.eye(*ids.shape, dtype=torch.bool, device=ids.device)
-    before, after = (_seeded(model, x) for x in (ids, torch.where(own, other, ids)))
+    results = []
+    for x in (ids, torch.where(own, other, ids)):
+        torch.manual_seed(0)
+        results.append(output(model, input_ids=x).clone())
+    before, after = results
     moved = (before - after).abs().flatten(2).amax(-1)
     # a batch of experts that has one token more or less is multiplied in other blocks, which rounds differently
     rounding = 64 * torch.finfo(before.dtype).eps * before.abs().amax()
@@ -338,11 +342,6 @@ def apart(want: Tensor, got: Tensor, dim: int, dtype: torch.dtype) -> float:
     want, got = want.double(), got.double()
     errors = (want - got).norm(dim=dim).flatten() / want.norm(dim=dim).max().clamp_min(1e-30)
     return (errors.quantile(7 / 8) if dtype.itemsize < 4 else errors.max()).item()
-
-
-def _seeded(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    torch.manual_seed(0)
-    return output(model, input_ids=ids).clone()
 
 
 def not_next_token(model: PreTrainedModel, why: str) -> ValueError:

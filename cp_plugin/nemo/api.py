@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from cp_plugin.engine.common.text import show_option
+from cp_plugin.engine.common.versions import is_in_range
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
-from importlib.metadata import PackageNotFoundError, version
-
-from cp_plugin.engine.common.versions import is_in_range
 
 _UPSTREAM = "upstream"
 
@@ -79,7 +78,8 @@ def apply(
     known = providers.registry().options
     if unknown := sorted(options.keys() - known.keys()):
         raise TypeError(f"apply() got unknown options {', '.join(unknown)}: there are {', '.join(sorted(known))}")
-    ours = {f"cp_{name}": _text(value) for name, value in options.items()}
+    texts = {key: show_option(tuple(x) if isinstance(x, list) else x) for key, x in options.items() if x is not None}
+    ours = {f"cp_{name}": texts.get(name) for name in options}
     ours |= {"cp_cluster": cluster, "cp_layer_pattern": layer_pattern, "cp_linear_provider": linear_provider}
     ours["cp_linear_attention"] = linear_attention
     nothing = provider == _UPSTREAM and selfcheck == "once" and not recompute_attention and not check_every
@@ -103,13 +103,6 @@ def apply(
     return config
 
 
-def _text(value: Any) -> str | None:
-    """An option as its flag's value."""
-    if value is None:
-        return None
-    return show_option(tuple(value) if isinstance(value, list) else value)
-
-
 TESTED_RANGE = ">=0.6.2,<0.6.3"
 
 
@@ -123,10 +116,10 @@ def bridge_version() -> str:
         ) from None
 
 
-def check_release(found: str, *, allow_untested: bool) -> None:
+def check_release(release: str, *, allow_untested: bool) -> None:
     """ValueError for an untested release, unless the user allows it."""
-    if not allow_untested and not is_in_range(found, TESTED_RANGE):
+    if not allow_untested and not is_in_range(release, TESTED_RANGE):
         raise ValueError(
-            f"megatron-bridge {found} was not tested with cp_plugin; megatron-bridge{TESTED_RANGE} was: install a "
+            f"megatron-bridge {release} was not tested with cp_plugin; megatron-bridge{TESTED_RANGE} was: install a "
             "release in that range, or pass allow_untested_bridge=True to apply."
         )

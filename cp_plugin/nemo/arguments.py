@@ -82,8 +82,8 @@ def write_back(args: argparse.Namespace, config: Any) -> None:
 def rename_for_config(text: str, config: Any) -> str:
     """A message with flags replaced by fields of the config and arguments of ``apply``."""
 
-    def named(found: re.Match[str]) -> str:
-        flag = found[0]
+    def rename(match: re.Match[str]) -> str:
+        flag = match[0]
         name = flag.removeprefix("--").replace("-", "_")
         if flag in _IN_CONFIG:
             return _IN_CONFIG[flag]
@@ -92,7 +92,7 @@ def rename_for_config(text: str, config: Any) -> str:
         section = next((s for s in reversed(SECTIONS) if name in vars(getattr(config, s))), None)
         return flag if section is None else f"config.{section}.{name}"
 
-    return _FLAG.sub(named, text)
+    return _FLAG.sub(rename, text)
 
 
 @cache

@@ -9,7 +9,6 @@ Batches need no patch of Bridge: its ``get_batch`` calls Megatron's function, fo
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 from collections.abc import Iterator, Mapping
@@ -50,42 +49,37 @@ def prepare(config: Any, ours: Mapping[str, Any], planned: tuple[str, ...] = ())
         cpu.prepare(config)
     if ours["cp_provider"] != UPSTREAM:
         linear = ours["cp_linear_attention"]
-        asked, instead = f'provider="{ours["cp_provider"]}"', 'use provider="upstream"'
+        argument, instead = f'provider="{ours["cp_provider"]}"', 'use provider="upstream"'
         if linear is not None:
-            asked, instead = f'linear_attention="{linear}"', "leave it out"
-        refusals.check(config, asked, instead)
+            argument, instead = f'linear_attention="{linear}"', "leave it out"
+        refusals.check(config, argument, instead)
     with _config_messages(config):
-        given = arguments.namespace(config, ours)
-        settings = replace(args.settings_from(given), planned=planned)
+        namespace = arguments.namespace(config, ours)
+        settings = replace(args.settings_from(namespace), planned=planned)
         if megatrons_cpu.active():
-            checks.need_provider_on_cpu(given, settings)
+            checks.need_provider_on_cpu(namespace, settings)
         if not settings.active:
             return settings
-        checks.check_parsed(given, settings)
-        _sum_losses_per_token(given, config)
+        checks.check_parsed(namespace, settings)
+        if refusals.fine_tunes(config) and not namespace.calculate_per_token_loss:
+            namespace.calculate_per_token_loss = True  # as Bridge requires, since all of a rank's tokens may be masked
+            if namespace.rank == 0:
+                print("cp_plugin: setting --calculate-per-token-loss: Bridge requires it for fine-tuning")
         if settings.undecided:
             from cp_plugin.megatron.planned import auto  # imports the whole planner
 
-            settings = auto.decide(given, settings)
-            ours = {name: getattr(given, name) for name in arguments.own()}
-            checks.count_tokens(given, settings)
-        model = checks.check_validated(given, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
-        arguments.write_back(given, config)
-    megatrons.start(settings, model, given)
+            settings = auto.decide(namespace, settings)
+            ours = {name: getattr(namespace, name) for name in arguments.own()}
+            checks.count_tokens(namespace, settings)
+        model = checks.check_validated(namespace, settings, torch.device("cpu" if megatrons_cpu.active() else "cuda"))
+        arguments.write_back(namespace, config)
+    megatrons.start(settings, model, namespace)
     config.model.transformer_layer_spec = with_core_attention(config.model.transformer_layer_spec)
-    STATE.compared = given
+    STATE.compared = namespace
     patching.install(BRIDGE)
     STATE.bridge_flags = dict(ours)
     STATE.bridge_timeout_minutes = config.dist.distributed_timeout_minutes
     return settings
-
-
-def _sum_losses_per_token(given: argparse.Namespace, config: Any) -> None:
-    """Switch on per-token loss, as Bridge requires for fine-tuning, where a rank's tokens may all be masked."""
-    if refusals.fine_tunes(config) and not given.calculate_per_token_loss:
-        given.calculate_per_token_loss = True
-        if given.rank == 0:
-            print("cp_plugin: setting --calculate-per-token-loss: Bridge requires it for fine-tuning")
 
 
 @contextlib.contextmanager

@@ -145,14 +145,14 @@ def rules_for(config: Any) -> tuple[Rule, ...]:
     return (MODEL,) if MODEL.message(config) else (*RULES, *(ON_CPU if cpu.active() else ()))
 
 
-def check(config: Any, asked: str, instead: str) -> None:
+def check(config: Any, argument: str, instead: str) -> None:
     """Check a config.
 
     Args:
-        asked: the argument that asked for the plugin.
+        argument: that asked for the plugin.
         instead: how to do without.
 
     Raises:
         ValueError: naming all unsupported fields, with value, reason and fix.
     """
-    refuse(rules_for(config), config, prefix=f"{asked} does not support ", suffix=f" (or {instead})")
+    refuse(rules_for(config), config, prefix=f"{argument} does not support ", suffix=f" (or {instead})")
