@@ -17,7 +17,7 @@ import random
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -39,16 +39,6 @@ LAYOUTS: dict[str, tuple[str | None, ...]] = {
     "burst": ("zigzag", "striped"),
     "ulysses": ("contiguous", "striped"),
 }
-ROPES: tuple[dict[str, Any], ...] = (
-    {"rope_type": "default"},
-    {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "dynamic", "factor": 2.0},
-    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
-    {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 32}
-    | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 48}
-    | {"short_factor": 1.0, "long_factor": 1.5},
-)
 FLAGS = ("bias", "norm", "tie_", "use_", "parallel", "scale", "rotary")
 """Parts of the names of flags that are switched."""
 LIMIT = 1e-4
@@ -61,8 +51,6 @@ ROUNDINGS = 16
 """Of one rank, where several are farther from float32."""
 WRONG = "WRONG"
 Verdict = tuple[str, str]
-Divided = float | str
-"""How far the ranks are from one; or a refusal."""
 NOT_FLAGS = ("cache", "kernel", "router_logits", "return", "is_encoder", "cross", "bfloat", "quant", "checkpoint")
 
 
@@ -75,7 +63,7 @@ class Case:
     layout: str | None
     ranks: int
     length: int
-    lengths: tuple[int, ...] = field(default=())
+    lengths: tuple[int, ...] = ()
     """Of packed documents; none: two rows."""
     way: str = "called"
 
@@ -96,7 +84,7 @@ def families() -> list[str]:
     return sorted(kind for kind in kinds if not known[kind].sub_configs)
 
 
-def case_of(number: int, kinds: list[str]) -> Case:
+def draw_case(number: int, kinds: list[str]) -> Case:
     draw = random.Random(number)
     kind = kinds[number % len(kinds)] if number < len(kinds) else draw.choice(kinds)
     provider = draw.choice(sorted(LAYOUTS))
@@ -143,14 +131,23 @@ def switched(kind: str, draw: random.Random) -> dict[str, Any]:
     if isinstance(parameters, dict) and "rope_type" in parameters and draw.random() < 0.5:
         part = parameters.get("partial_rotary_factor", 1.0)
         pairs = int(part * tiny.SIZES["qk_rope_head_dim" if "qk_rope_head_dim" in names else "head_dim"]) // 2
-        chosen["rope_parameters"] = {**parameters, "rope_theta": 1e4, **of_pairs(draw.choice(ROPES), pairs)}
+        chosen["rope_parameters"] = {**parameters, "rope_theta": 1e4, **draw.choice(ropes(pairs))}
         chosen["max_position_embeddings"] = draw.choice((32, 96, 256))
     return chosen
 
 
-def of_pairs(rope: dict[str, Any], pairs: int) -> dict[str, Any]:
-    """The parameters of a rope of so many angles."""
-    return {key: [x] * pairs if key in ("short_factor", "long_factor") else x for key, x in rope.items()}
+def ropes(pairs: int) -> list[dict[str, Any]]:
+    """The parameters of a rope of every type, of so many angles."""
+    original = "original_max_position_embeddings"
+    factors = {"short_factor": [1.0] * pairs, "long_factor": [1.5] * pairs}
+    return [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 2.0, original: 32},
+        {"rope_type": "llama3", "factor": 4.0, original: 32, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "longrope", "factor": 2.0, original: 48, **factors},
+    ]
 
 
 class Built(NamedTuple):
@@ -162,7 +159,7 @@ class Built(NamedTuple):
     """In float32."""
 
     @classmethod
-    def of(cls, case: Case) -> Built:
+    def from_case(cls, case: Case) -> Built:
         """
         Raises:
             Exception: where transformers cannot train it.
@@ -202,19 +199,19 @@ def trained(case: Case, model: Any, cp: ContextParallel | None = None) -> tiny.T
     return tiny.train(model, case.rows() if cp is None else huggingface.shard(cp, **case.batch()), forward)
 
 
-def divided(case: Case, built: Built) -> Divided:
-    """On the ranks of the default group."""
+def compare(case: Case, built: Built) -> float | str:
+    """How far the ranks of the default group are from one; or a refusal."""
     try:
         options = {} if case.layout is None else {"layout": case.layout}
         cp = ContextParallel(case.provider, group=dist.group.WORLD, **options)
         huggingface.apply(built.model, cp)
-        mine = trained(case, built.model, cp)
+        part = trained(case, built.model, cp)
     except ValueError as error:
         return str(error)
-    return tiny.difference(tiny.summed(mine), built.exact)
+    return tiny.difference(tiny.summed(part), built.exact)
 
 
-def judged(case: Case, built: Built, results: list[Divided]) -> Verdict:
+def judged(case: Case, built: Built, results: list[float | str]) -> Verdict:
     refusals = [result for result in results if isinstance(result, str)]
     if case.way == "saved" and any("config" in refusal for refusal in refusals):
         return WRONG, f"a false alarm: {refusals[0]}"
@@ -234,13 +231,13 @@ def outcome(case: Case) -> Verdict:
     """``equal``, ``refused``, ``not built``, ``too slow`` or ``WRONG``, and what was found."""
     began = time.process_time()
     try:
-        built = Built.of(case)
+        built = Built.from_case(case)
     except Exception as error:  # on one rank, without us
         return "not built", f"{type(error).__name__}: {str(error)[-100:]}"
     if (took := time.process_time() - began) > SLOW:
         return "too slow", f"{took:.0f} s on one rank"
     try:
-        results = run_ranks(partial(divided, case, built), case.ranks, init_process_group=True, timeout=LONGEST)
+        results = run_ranks(partial(compare, case, built), case.ranks, init_process_group=True, timeout=LONGEST)
     except RankTimeout as error:
         return WRONG, str(error).splitlines()[0]
     except RankError as error:
@@ -261,7 +258,7 @@ def run(
     first = 1_000_003 * seed
     numbers = [only] if only >= 0 else range(first, first + examples)
     for number in numbers:
-        case = case_of(number, kinds)
+        case = draw_case(number, kinds)
         verdict, what = outcome(case)
         counts[verdict] += 1
         if verdict == WRONG or verbose or only >= 0:

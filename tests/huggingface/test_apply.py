@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import compare, model_of, on_ranks, tokens, train, transformers
+from tiny import compare, model_of, run_on_ranks, tokens, train, transformers
 
 from cp_plugin import ContextParallel, Tree, huggingface
 from cp_plugin.testing.launch import run_ranks
@@ -25,7 +25,7 @@ def test_without_transformers_it_says_what_to_install(monkeypatch: pytest.Monkey
 TREE = Tree((30, 11, 9, 4, 20, 0, 27, 15, 12), (-1, 0, 1, 1, 0, 4, -1, 6, 6))
 
 
-def of_sequences(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def average_sequences(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The mean loss over the labels of a tree, of a model that gets its sequences one by one."""
     losses: dict[tuple[int, int], torch.Tensor] = {}
     for row in range(len(ids)):
@@ -40,14 +40,14 @@ def of_sequences(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.T
 def test_a_tree_is_its_sequences_one_by_one() -> None:
     model, labels = model_of("llama"), tokens(128)
     labels[0, :35] = -100
-    one = train(model, {}, lambda: SimpleNamespace(loss=of_sequences(model, tokens(128), labels)))
+    one = train(model, {}, lambda: SimpleNamespace(loss=average_sequences(model, tokens(128), labels)))
 
     def rank(cp: ContextParallel) -> float:
         huggingface.apply(model, cp)
         model.gradient_checkpointing_enable()
         return compare(model, huggingface.shard_tree(cp, tokens(128), TREE, labels), one)
 
-    assert max(on_ranks(rank, "needed", 4)) <= 1e-5
+    assert max(run_on_ranks(rank, "needed", 4)) <= 1e-5
 
 
 def test_a_model_that_cannot_take_a_tree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,14 +67,14 @@ def test_a_model_that_cannot_take_a_tree_is_refused(monkeypatch: pytest.MonkeyPa
             model(**{key: y for key, y in batch.items() if key != "tree"})
         model(**batch)
         inner = forgets.model.forward
-        forgets.model.forward = lambda *args, tree=None, **given: inner(*args, **given)
+        forgets.model.forward = lambda *args, tree=None, **named: inner(*args, **named)
         with pytest.raises(ValueError, match="does not pass `tree` on to its attention"):
             forgets(**batch)
-        monkeypatch.setattr(type(model), "forward", lambda self, **given: None)
+        monkeypatch.setattr(type(model), "forward", lambda self, **named: None)
         with pytest.raises(ValueError, match="takes no logits_to_keep"):
             model(**batch)
 
-    on_ranks(rank)
+    run_on_ranks(rank)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -94,16 +94,16 @@ def test_wrong_input_is_refused_and_undoing_it_generates(dtype: torch.dtype) -> 
             ("does not support padding", batch | {"attention_mask": padded}),
             ("does not support a custom mask", batch | {"attention_mask": torch.zeros(2, 1, 32, 32, dtype=dtype)}),
         ]
-        for message, given in wrong:
+        for message, arguments in wrong:
             with pytest.raises(ValueError, match=message):
-                model(**given)
+                model(**arguments)
         with pytest.raises(ValueError, match="position_ids must be those"):
             model.generate(tokens(128), max_new_tokens=2)
         model(**batch, attention_mask=seen)
         model.set_attn_implementation("sdpa")
         assert model.generate(tokens(128), max_new_tokens=2, do_sample=False).shape == (2, 130)
 
-    on_ranks(rank, "striped", 4)
+    run_on_ranks(rank, "striped", 4)
 
 
 def test_it_says_once_that_gradients_are_summed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,7 @@ def test_it_says_once_that_gradients_are_summed(capfd: pytest.CaptureFixture[str
         for _ in range(2):
             huggingface.apply(model, cp, check=False)
 
-    on_ranks(rank, "striped")
+    run_on_ranks(rank, "striped")
     printed = capfd.readouterr().out
     assert printed.count("DistributedDataParallel and FSDP average them: there, call (loss * 2).backward()") == 1
 
@@ -137,7 +137,7 @@ def test_a_model_is_as_before_if_the_check_fails(monkeypatch: pytest.MonkeyPatch
     model = model_of("llama")
     before = model.config._attn_implementation
 
-    def fails(*given: Any, **named: Any) -> None:
+    def fails(*args: Any, **named: Any) -> None:
         raise MemoryError("planted")
 
     monkeypatch.setattr(ContextParallel, "attention", fails)

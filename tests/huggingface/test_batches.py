@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nightly import each_value
-from tiny import differs, model_of, on_ranks, pack, padded, raised, tokens, train, transformers
+from tiny import differs, model_of, pack, padded, raised, run_on_ranks, tokens, train, transformers
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import RankError
@@ -138,7 +138,7 @@ def test_ranks_that_disagree_are_named(what: str, number: int) -> None:
             change(model, batch, partial(huggingface.shard, cp))
         return raised(lambda: model(**batch))
 
-    texts = on_ranks(rank)
+    texts = run_on_ranks(rank)
     disagree = " (rank 0 and rank 1 disagree)" * (what != "a wrong call")
     assert f"{named}{disagree}" in texts[0], texts[0]
     assert disagree in texts[1]
@@ -187,5 +187,5 @@ def test_the_code_of_the_page(layout: str) -> None:
         assert known["logs"].shape == (1, 60) and known["states"].shape == (1, 61, 64)
         return losses
 
-    for got in on_ranks(rank, "needed", 4, layout=layout):
+    for got in run_on_ranks(rank, "needed", 4, layout=layout):
         assert got == pytest.approx([want.loss, shorter, in_documents], rel=1e-5)

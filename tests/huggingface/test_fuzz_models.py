@@ -30,7 +30,7 @@ def test_cases_equal_one_rank_or_are_refused(kind: str, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("way", WAYS)
 def test_models_are_called_in_every_way(way: str, capsys: pytest.CaptureFixture[str]) -> None:
-    number = next(number for number in count(1) if fuzz_huggingface.case_of(number, ["llama"]).way == way)
+    number = next(number for number in count(1) if fuzz_huggingface.draw_case(number, ["llama"]).way == way)
     assert run(kind="llama", only=number) == 0
     outcome = "refused" if way in ("noise", "padded on one rank") else "equal"
     assert f"{number}: {outcome}: " in capsys.readouterr().out
@@ -39,11 +39,10 @@ def test_models_are_called_in_every_way(way: str, capsys: pytest.CaptureFixture[
 @each_value
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("kind", ["llama", "olmo2", "qwen3"])
-@pytest.mark.parametrize("rope", fuzz_huggingface.ROPES, ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize("rope", fuzz_huggingface.ropes(8), ids=lambda rope: rope["rope_type"])
 def test_every_rope_is_that_of_one_rank(rope: dict[str, Any], kind: str, layout: str) -> None:
-    parameters = {"rope_theta": 1e4, **fuzz_huggingface.of_pairs(rope, 8)}
     most = 32 if rope["rope_type"] == "dynamic" else 128
-    model = model_of(kind, rope_parameters=parameters, max_position_embeddings=most)
+    model = model_of(kind, rope_parameters={"rope_theta": 1e4, **rope}, max_position_embeddings=most)
     whole = {"input_ids": tokens(128), "labels": tokens(128)}
     assert differs(model, "ring", 4, whole=whole, layout=layout) <= 2e-5
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import compare, config_of, model_of, needs_transformers, on_ranks, refusal, tokens, train, transformers
+from tiny import compare, config_of, model_of, needs_transformers, refusal, run_on_ranks, tokens, train, transformers
 from torch.nn.functional import cross_entropy
 
 from cp_plugin import ContextParallel, huggingface
@@ -35,7 +35,7 @@ def test_a_model_without_a_head_has_no_loss_to_check() -> None:
         return cp.unshard(model(**inputs).last_hidden_state, 1).detach()
 
     want = model(input_ids=tokens()).last_hidden_state
-    for got in on_ranks(rank):
+    for got in run_on_ranks(rank):
         assert torch.allclose(got, want, atol=1e-5)
 
 
@@ -74,7 +74,7 @@ def test_a_loss_that_is_fused_with_the_head(when: str) -> None:
         except ValueError as error:
             return str(error)
 
-    for got in on_ranks(rank):
+    for got in run_on_ranks(rank):
         if when == "after":
             assert "forward of LlamaForCausalLM was replaced after huggingface.apply" in got, got
         elif when == "shifting":
@@ -99,7 +99,7 @@ def test_router_losses_are_refused_at_each_call(kind: str, how: str) -> None:
         model(**batch, output_router_logits=True if how == "argument" else None)
 
     with pytest.raises(RankError, match="output_router_logits: each rank would balance only its own tokens"):
-        on_ranks(rank)
+        run_on_ranks(rank)
 
 
 def packed() -> torch.Tensor:
@@ -177,4 +177,4 @@ def test_what_a_loss_of_ones_own_needs(
             errors.append(float((p.grad - gradient).norm() / gradient.norm().clamp_min(1e-3)))
         return errors
 
-    assert max(max(errors) for errors in on_ranks(rank, ranks=4, **place)) <= 1e-4
+    assert max(max(errors) for errors in run_on_ranks(rank, ranks=4, **place)) <= 1e-4

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Trained, compare, model_of, needs_transformers, on_ranks, tokens, train
+from tiny import Trained, compare, divided, model_of, needs_transformers, run_on_ranks, tokens, train
 from torch.nn.utils.rnn import pad_sequence
 
 from cp_plugin import ContextParallel, huggingface
@@ -109,15 +109,14 @@ def test_training_equals_one_rank(name: str, tmp_path: Path) -> None:
     provider = more.pop("provider", "ring")
 
     def many(cp: ContextParallel) -> list[float]:
-        huggingface.apply(model := model_of("llama"), cp)
-        return trained(model, huggingface.Collator(cp, collate), rows, tmp_path, **more)
+        return trained(divided(cp), huggingface.Collator(cp, collate), rows, tmp_path, **more)
 
     def one(cp: ContextParallel) -> list[float]:
         whole = huggingface.Collator(cp, collate)
         return trained(model_of("llama"), whole, rows, tmp_path, per_device_train_batch_size=ranks, **more)
 
-    want = on_ranks(one, ranks=1)[0]
-    for got in on_ranks(many, provider, ranks):
+    want = run_on_ranks(one, ranks=1)[0]
+    for got in run_on_ranks(many, provider, ranks):
         assert got == pytest.approx(want, rel=1e-5)
 
 
@@ -154,18 +153,18 @@ def test_evaluation_and_prediction_equal_one_rank(number: int, place: dict[str, 
 
         own = {"compute_metrics": likelihood, "preprocess_logits_for_metrics": kept}
         trainer = trainer_of(model, collate, tmp_path, {"per_device_eval_batch_size": each}, **own)
-        found = trainer.predict(rows)
+        output = trainer.predict(rows)
         assert set(seen) == {(32, 32)}
         loss = trainer.evaluate(rows)["eval_loss"]
-        return loss, found.metrics["test_likelihood"], found.metrics["test_right"], found.predictions, found.label_ids
+        metrics = output.metrics
+        return loss, metrics["test_likelihood"], metrics["test_right"], output.predictions, output.label_ids
 
     def many(cp: ContextParallel) -> tuple[Any, ...]:
-        huggingface.apply(model := model_of("llama"), cp)
-        return evaluated(model, huggingface.Collator(cp), 1)
+        return evaluated(divided(cp), huggingface.Collator(cp), 1)
 
     ranks = 4 if "provider" in place else 2
-    want = on_ranks(lambda cp: evaluated(model_of("llama"), None, ranks), ranks=1)[0]
-    for got in on_ranks(many, ranks=ranks, **place):
+    want = run_on_ranks(lambda cp: evaluated(model_of("llama"), None, ranks), ranks=1)[0]
+    for got in run_on_ranks(many, ranks=ranks, **place):
         assert got[:3] == pytest.approx(want[:3], rel=1e-5)
         assert abs(got[3] - want[3]).max() <= 1e-4 and (got[4] == want[4]).all()
 
@@ -179,11 +178,10 @@ def test_evaluation_of_flat_packs(tmp_path: Path) -> None:
         return trainer.evaluate(rows)["eval_loss"]
 
     def many(cp: ContextParallel) -> float:
-        huggingface.apply(model := model_of("llama"), cp, check=False)
-        return loss(model, huggingface.Collator(cp, flat), 2)
+        return loss(divided(cp, check=False), huggingface.Collator(cp, flat), 2)
 
-    want = on_ranks(lambda cp: loss(model_of("llama"), padded, 4), ranks=1)[0]
-    assert on_ranks(many) == pytest.approx([want] * 2, rel=1e-5)
+    want = run_on_ranks(lambda cp: loss(model_of("llama"), padded, 4), ranks=1)[0]
+    assert run_on_ranks(many) == pytest.approx([want] * 2, rel=1e-5)
 
 
 def rows_of(rank: int, length: int = 32, number: int = 2) -> dict[str, torch.Tensor]:
@@ -215,22 +213,22 @@ def test_what_one_rank_cannot_divide_is_refused_by_all(what: str) -> None:
     message, more = ALONE[what]
 
     def rank(cp: ContextParallel) -> None:
-        huggingface.apply(model := model_of("llama"), cp, check=False)
+        model = divided(cp, check=False)
         batch = huggingface.Collator(cp, lambda rows: rows_of(cp.index) | (more if cp.index else {}))([])
         for _ in range(6):  # beyond the calls that are compared
             with pytest.raises(ValueError, match=message):
                 model(**({"num_items_in_batch": 9} | batch))
 
-    on_ranks(rank)
+    run_on_ranks(rank)
 
 
 @pytest.mark.parametrize("what", ["packs on one rank", "other lengths", "other numbers of rows"])
 def test_ranks_with_rows_of_other_shapes(what: str) -> None:
     other = {"other lengths": (1, 20, 2), "other numbers of rows": (1, 32, 1)}.get(what, (1,))
-    mine: list[dict[str, Any]] = [rows_of(0), rows_of(*other)]
+    rows: list[dict[str, Any]] = [rows_of(0), rows_of(*other)]
     if what == "packs on one rank":
-        mine[1]["position_ids"] = torch.cat([torch.arange(12), torch.arange(20)])[None]
-    batches = [huggingface.Collator(ContextParallel("ring"), lambda rows, one=one: one)([]) for one in mine]
+        rows[1]["position_ids"] = torch.cat([torch.arange(12), torch.arange(20)])[None]
+    batches = [huggingface.Collator(ContextParallel("ring"), lambda _, one=one: one)([]) for one in rows]
     model = model_of("llama")
     alone = [train(model, batch | {"num_items_in_batch": 100}) for batch in batches]
     one = Trained(sum(x.loss for x in alone), {k: sum(x.gradients[k] for x in alone) for k in alone[0].gradients})
@@ -239,7 +237,7 @@ def test_ranks_with_rows_of_other_shapes(what: str) -> None:
         huggingface.apply(model, cp)
         return compare(model, batches[cp.index] | {"num_items_in_batch": 100}, one)
 
-    assert max(on_ranks(rank, "striped")) <= 1e-5
+    assert max(run_on_ranks(rank, "striped")) <= 1e-5
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -253,8 +251,7 @@ def test_what_accelerate_does_otherwise_is_refused(message: str, tmp_path: Path)
     """After an evaluation, Trainer leaves DDP out: each rank followed the gradients of its own tokens."""
 
     def rank(cp: ContextParallel) -> None:
-        huggingface.apply(model := model_of("llama"), cp, check=False)
-        trained(model, huggingface.Collator(cp), ROWS[:3], tmp_path, **REFUSED[message])
+        trained(divided(cp, check=False), huggingface.Collator(cp), ROWS[:3], tmp_path, **REFUSED[message])
 
     with pytest.raises(RankError, match=message):
-        on_ranks(rank)
+        run_on_ranks(rank)

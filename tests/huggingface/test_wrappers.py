@@ -19,11 +19,12 @@ from tiny import (
     compare,
     difference,
     differs,
+    divided,
     model_of,
     needs_transformers,
-    on_ranks,
     pack,
     raised,
+    run_on_ranks,
     summed,
     tokens,
     train,
@@ -112,7 +113,7 @@ def test_a_model_knows_whether_and_how_it_is_divided(kind: str) -> None:
             differences.append(compare(model, huggingface.shard(place, tokens()), one))
         return differences
 
-    for differences in on_ranks(rank):
+    for differences in run_on_ranks(rank):
         assert max(differences) <= 2e-5, differences
 
 
@@ -149,8 +150,7 @@ def test_every_entrance_has_documents_of_its_own(entrance: str) -> None:
     whole, packed = inner(input_ids=ids).last_hidden_state.detach(), torch.cat(each, 1)
 
     def rank(cp: ContextParallel) -> None:
-        model = model_of("llama").eval()
-        huggingface.apply(model, cp)
+        model = divided(cp).eval()
         enter = ENTRANCES[entrance](model)
         for want, positions in ((whole, None), (packed, pack(20, 44)["position_ids"]), (whole, None)):
             model(**huggingface.shard(cp, ids, position_ids=pack(32, 32)["position_ids"]))
@@ -163,7 +163,7 @@ def test_every_entrance_has_documents_of_its_own(entrance: str) -> None:
         with pytest.raises(ValueError, match="run outside of a call of the model"):
             model.model.layers[0](states, position_embeddings=(states[..., :16], states[..., :16]))
 
-    on_ranks(rank)
+    run_on_ranks(rank)
 
 
 def mixed(layer: Any, args: Any, output: Any) -> Any:
@@ -197,26 +197,24 @@ def test_what_is_set_after_apply_is_examined(what: str) -> None:
     change, message = LATER[what]
 
     def rank(cp: ContextParallel) -> str:
-        model, seen = model_of("llama"), []
-        huggingface.apply(model, cp)
+        model, seen = divided(cp), []
         batch = huggingface.shard(cp, tokens())
         if cp.index:
-            model.lm_head.register_forward_hook(lambda *given: seen.append(1))
+            model.lm_head.register_forward_hook(lambda *args: seen.append(1))
         model(**batch)
         assert len(seen) == cp.index
         if cp.index or what == "a loss":
             change(model)
         return raised(lambda: model(**batch))
 
-    assert re.search(message, on_ranks(rank)[1])
+    assert re.search(message, run_on_ranks(rank)[1])
 
 
 def test_noise_of_embeddings_is_that_of_the_whole_length() -> None:
     from transformers.integrations.neftune import activate_neftune
 
     def rank(cp: ContextParallel) -> float:
-        model, sizes = model_of("llama"), []
-        huggingface.apply(model, cp)
+        model, sizes = divided(cp), []
         activate_neftune(model, 5.0)
         model.get_input_embeddings().register_forward_hook(
             lambda layer, args, output: sizes.append(float((output - layer.weight[args[0]]).abs().max().detach()))
@@ -225,7 +223,7 @@ def test_noise_of_embeddings_is_that_of_the_whole_length() -> None:
         assert model.get_input_embeddings().neftune_noise_alpha == 5.0
         return sizes[0]
 
-    for size in on_ranks(rank):
+    for size in run_on_ranks(rank):
         assert 0.95 <= size / (5.0 / (64 * 64) ** 0.5) <= 1
 
 
@@ -242,7 +240,7 @@ def test_saving(tmp_path: Path) -> None:
         huggingface.undo(model)
         torch.save(model, tmp_path / f"model{cp.index}")
 
-    on_ranks(rank)
+    run_on_ranks(rank)
     loaded = type(model).from_pretrained(tmp_path / "0")
     assert torch.equal(loaded(input_ids=tokens()).logits, model.eval()(input_ids=tokens()).logits)
 
@@ -261,7 +259,7 @@ def test_lora(first: str) -> None:
             model(input_ids=tokens(), labels=tokens())
         return compare(model, huggingface.shard(cp, tokens()), one)
 
-    assert max(on_ranks(rank)) <= 1e-5
+    assert max(run_on_ranks(rank)) <= 1e-5
 
 
 @needs_peft
@@ -270,12 +268,11 @@ def test_virtual_tokens_are_refused_in_one_sentence(kind: str) -> None:
     import peft
 
     def rank(cp: ContextParallel) -> str:
-        model = model_of("llama")
-        huggingface.apply(model, cp)
+        model = divided(cp)
         config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
         return raised(lambda: peft.get_peft_model(model, config)(**huggingface.shard(cp, tokens())))
 
-    for text in on_ranks(rank):
+    for text in run_on_ranks(rank):
         assert "Prompt tuning and similar methods would add their virtual tokens to every shard" in text, text
 
 
@@ -293,4 +290,4 @@ def test_documents_survive_a_second_call_before_the_backward() -> None:
         huggingface.apply(model, cp)
         return difference(summed(both(partial(huggingface.shard, cp))), one)
 
-    assert max(on_ranks(rank)) <= 1e-5
+    assert max(run_on_ranks(rank)) <= 1e-5

@@ -68,12 +68,18 @@ def train(model: Any, batch: dict[str, Any], forward: Callable[..., Any] | None 
     return Trained(loss.item(), gradients)
 
 
-def summed(mine: Trained) -> Trained:
+def summed(part: Trained) -> Trained:
     """Over the ranks."""
-    loss = torch.tensor(mine.loss, dtype=torch.float64)
-    for x in (loss, *mine.gradients.values()):
+    loss = torch.tensor(part.loss, dtype=torch.float64)
+    for x in (loss, *part.gradients.values()):
         dist.all_reduce(x)
-    return Trained(loss.item(), mine.gradients)
+    return Trained(loss.item(), part.gradients)
+
+
+def divided(cp: ContextParallel, kind: str = "llama", **options: Any) -> Any:
+    """A model, divided over the ranks; options: of ``apply``."""
+    huggingface.apply(model := model_of(kind), cp, **options)
+    return model
 
 
 def difference(many: Trained, one: Trained) -> float:
@@ -91,7 +97,7 @@ def compare(model: Any, batch: dict[str, Any], one: Trained, forward: Callable[.
     return difference(summed(train(model, batch, forward)), one)
 
 
-def on_ranks(
+def run_on_ranks(
     rank: Callable[[ContextParallel], Any], provider: str = "ring", ranks: int = 2, **options: Any
 ) -> list[Any]:
     """What each rank returns of a function of the ``ContextParallel`` of all of them."""
@@ -128,7 +134,7 @@ def differs(
         used = then(model)
         return compare(used, huggingface.shard(cp, **packed or whole), one, call(used))
 
-    return max(on_ranks(rank, provider, ranks, **options))
+    return max(run_on_ranks(rank, provider, ranks, **options))
 
 
 def raised(call: Callable[[], object]) -> str:
@@ -140,7 +146,7 @@ def raised(call: Callable[[], object]) -> str:
 
 def refusal(model: Any, provider: str = "ring", ranks: int = 2, **options: Any) -> str:
     """What ``apply`` says on every rank."""
-    return on_ranks(lambda cp: raised(lambda: huggingface.apply(model, cp)), provider, ranks, **options)[0]
+    return run_on_ranks(lambda cp: raised(lambda: huggingface.apply(model, cp)), provider, ranks, **options)[0]
 
 
 class Around(torch.nn.Module):
