@@ -213,15 +213,10 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
     )
 
 
-def cuda_is_initialized() -> bool:
-    """Not torch's function, for which CPU mode, which may be on by now, has a stand-in."""
-    return torch.cuda._initialized
-
-
 def exit_status(nproc: int, run: Callable[[], object], flag: str = "--nproc") -> int:
     """The exit status of a command that forks ``nproc`` ranks (by this flag): 0, that of the first failing rank, whose
     report or refusal goes to stderr, or the shell's for Ctrl-C. ValueError if CUDA has been initialised."""
-    if cuda_is_initialized():
+    if torch.cuda._initialized:  # CPU mode, which may be on by now, has a stand-in for torch's function
         instead = f"start them with torchrun --nproc-per-node {nproc} instead, or add --cp-device cpu"
         raise ValueError(f"{flag} {nproc}: an import has initialised CUDA, which forked ranks cannot use: {instead}")
     try:

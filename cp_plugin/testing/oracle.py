@@ -6,10 +6,9 @@ computed in chunks, so that long sequences need no gigabytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,24 +119,22 @@ def softmax_reference(
     share = q.size(2) // k.size(2)
     sinks = [None] * k.size(2) if sink is None else sink.detach().double().split(share)
     heads = zip(q.split(share, 2), k.unbind(2), v.unbind(2), dout.split(share, 2), sinks, strict=True)
-    by_head = []
-    for *tensors, its_sink in heads:
-        attend = partial(_attend, scale=scale, softcap=softcap, sink=its_sink)
-        by_head.append(_differentiated(attend, hidden, *(x.double() for x in tensors)))
+    by_head = (
+        _differentiate(hidden, *(x.double() for x in tensors), scale=scale, softcap=softcap, sink=its_sink)
+        for *tensors, its_sink in heads
+    )
     out, dq, dk, dv = zip(*by_head, strict=True)
     return torch.cat(out, 2), torch.cat(dq, 2), torch.stack(dk, 2), torch.stack(dv, 2)
 
 
-def _differentiated(
-    attend: Callable[..., Tensor], hidden: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
-) -> list[Tensor]:
+def _differentiate(hidden: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **scores: Any) -> list[Tensor]:
     """out and dq ``[s, b, h, ...]``, dk and dv ``[s, b, ...]`` of the query heads that share one key/value head."""
     outs, dqs, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
     size = max(1, ELEMENTS // (k.size(0) * q.size(1) * q.size(2)))
     for rows in (slice(first, first + size) for first in range(0, q.size(0), size)):
         with torch.enable_grad():
             leaves = [x.requires_grad_() for x in (q[rows].detach(), k.detach(), v.detach())]
-            out = attend(*leaves, hidden[rows])
+            out = _attend(*leaves, hidden[rows], **scores)
             grads = torch.autograd.grad(out, leaves, dout[rows])
         outs.append(out.detach())
         dqs.append(grads[0])

@@ -102,25 +102,17 @@ def test_bounds_added_to_a_call_are_followed() -> None:
     assert differs(model_of("llama"), whole=whole, call=call) <= 2e-5
 
 
-DISAGREEMENTS: dict[str, tuple[str, Callable[..., object]]] = {
-    "other rows": ("input_ids", lambda model, batch, shard: batch.update(shard(tokens().flip(0)))),
-    "other labels": ("labels", lambda model, batch, shard: batch.update(shard(tokens(), tokens().flip(0)))),
-    "another length": ("shape of position_ids", lambda model, batch, shard: batch.update(shard(tokens(128)))),
-    "other documents": (
-        "documents",
-        lambda model, batch, _: batch.update(cu_seq_lens_q=torch.tensor([0, 20 + 4 * dist.get_rank(), 64])),
-    ),
-    "evaluation on one rank": ("model.training", lambda model, batch, _: model.eval()),
-    "a setting of the config": ("config", lambda model, batch, _: setattr(model.config, "attention_dropout", 0.5)),
-    "a count of labels": (
-        "num_items_in_batch",
-        lambda model, batch, _: batch.update(num_items_in_batch=torch.tensor(7)),
-    ),
-    "a wrong call": (
-        "rank 1: position_ids must be those of this rank's tokens",
-        lambda model, batch, _: batch.pop("position_ids"),
-    ),
+DISAGREEMENTS: dict[str, tuple[str, Callable[[Any, Callable[..., dict[str, Any]]], dict[str, Any] | None]]] = {
+    "other rows": ("input_ids", lambda model, shard: shard(tokens().flip(0))),
+    "other labels": ("labels", lambda model, shard: shard(tokens(), tokens().flip(0))),
+    "another length": ("shape of position_ids", lambda model, shard: shard(tokens(128))),
+    "other documents": ("documents", lambda *_: {"cu_seq_lens_q": torch.tensor([0, 20 + 4 * dist.get_rank(), 64])}),
+    "evaluation on one rank": ("model.training", lambda model, _: vars(model).update(training=False)),
+    "a setting of the config": ("config", lambda model, _: vars(model.config).update(attention_dropout=0.5)),
+    "a count of labels": ("num_items_in_batch", lambda *_: {"num_items_in_batch": torch.tensor(7)}),
+    "a wrong call": ("rank 1: position_ids must be those of this rank's tokens", lambda *_: {"position_ids": None}),
 }
+"""What is named, and what changes the model, or the arguments of a call."""
 
 
 @each_value
@@ -135,7 +127,7 @@ def test_ranks_that_disagree_are_named(what: str, number: int) -> None:
         for _ in range(number):
             model(**batch)
         if cp.index or what == "other documents":
-            change(model, batch, partial(huggingface.shard, cp))
+            batch |= change(model, partial(huggingface.shard, cp)) or {}
         return raised(lambda: model(**batch))
 
     texts = run_on_ranks(rank)

@@ -221,7 +221,7 @@ def test_main_with_nproc(tmp_path):
 
 
 def test_ranks_are_not_forked_from_a_process_that_has_initialised_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cp_plugin.testing.launch.cuda_is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
     with pytest.raises(ValueError, match=r"--nproc 3: .*initialised CUDA.*torchrun --nproc-per-node 3 instead"):
         main_with_nproc(["--nproc", "3"], lambda words: None, preload=lambda: None)
     seen: list[list[str]] = []
