@@ -168,31 +168,27 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=by_word, eos_token="<end>", pad_token="<end>")
 
 
-def finetuning(folder: Path, *, packed: int = 0, pad_each_to: int = 1) -> Callable[[Any], None]:
-    """A function that puts Bridge's fine-tuning dataset into a config.
+def use_examples(config: Any, folder: Path, *, packed: int = 0, pad_each_to: int = 1) -> None:
+    """Put Bridge's fine-tuning dataset into a config.
 
     packed: the tokens of a pack; 0: an example is a sequence.
     pad_each_to: the multiple to which every example of a pack is padded.
     """
+    from megatron.bridge.data.builders import GPTSFTDatasetConfig
+    from megatron.bridge.data.packing import PackedSequenceSpecs
+    from megatron.bridge.training.config import TokenizerConfig
 
-    def change(config: Any) -> None:
-        from megatron.bridge.data.builders import GPTSFTDatasetConfig
-        from megatron.bridge.data.packing import PackedSequenceSpecs
-        from megatron.bridge.training.config import TokenizerConfig
-
-        specs = PackedSequenceSpecs(packed_sequence_size=packed, pad_seq_to_mult=pad_each_to, num_tokenizer_workers=1)
-        config.dataset = GPTSFTDatasetConfig(
-            seq_length=config.model.seq_length,
-            dataset_root=folder,
-            enable_offline_packing=packed > 0,
-            offline_packing_specs=specs if packed else None,
-            dataset_kwargs=None if packed else {"pad_to_max_length": True},
-            do_validation=False,
-            do_test=False,
-            num_workers=0,
-        )
-        config.tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
-        if packed:
-            config.train.micro_batch_size = 1
-
-    return change
+    specs = PackedSequenceSpecs(packed_sequence_size=packed, pad_seq_to_mult=pad_each_to, num_tokenizer_workers=1)
+    config.dataset = GPTSFTDatasetConfig(
+        seq_length=config.model.seq_length,
+        dataset_root=folder,
+        enable_offline_packing=packed > 0,
+        offline_packing_specs=specs if packed else None,
+        dataset_kwargs=None if packed else {"pad_to_max_length": True},
+        do_validation=False,
+        do_test=False,
+        num_workers=0,
+    )
+    config.tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    if packed:
+        config.train.micro_batch_size = 1

@@ -6,42 +6,42 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "nemo"
-COMMAND = "--nproc 2 --small --steps 3 --context-parallel-size 2 --provider striped"
+Run = Callable[[str], list[float]]
 
 
-def _run(program: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [program, *words.split()])
-    with pytest.raises(SystemExit) as leave:
-        runpy.run_path(str(FOLDER / program), run_name="__main__")
-    assert leave.value.code == 0
-
-
-def _losses(
-    words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], program: str = "pretrain.py"
-) -> list[float]:
-    _run(program, words, monkeypatch)
-    printed = re.findall(r"lm loss: (\S+)", capfd.readouterr().out)
-    return [float(x) for x in dict.fromkeys(printed)]  # the output of both ends is shown
-
-
-def test_pretrain(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run a command line of an example in an empty folder; return its losses."""
     monkeypatch.chdir(tmp_path)
-    losses = _losses(COMMAND, monkeypatch, capfd)
+
+    def call(line: str) -> list[float]:
+        monkeypatch.setattr(sys, "argv", line.split())
+        with pytest.raises(SystemExit) as leave:
+            runpy.run_path(str(FOLDER / sys.argv[0]), run_name="__main__")
+        assert leave.value.code == 0
+        printed = re.findall(r"lm loss: (\S+)", capfd.readouterr().out)
+        return [float(x) for x in dict.fromkeys(printed)]  # the output of both ends is shown
+
+    return call
+
+
+def test_pretrain(run: Run) -> None:
+    losses = run("pretrain.py --nproc 2 --small --steps 3 --context-parallel-size 2 --provider striped")
     assert len(losses) == 3
-    assert losses == pytest.approx(_losses("--nproc 1 --small --steps 3", monkeypatch, capfd), rel=1e-5)
+    assert losses == pytest.approx(run("pretrain.py --nproc 1 --small --steps 3"), rel=1e-5)
 
 
-def test_finetune(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    _run("finetune.py", "--make tiny", monkeypatch)
+def test_finetune(run: Run) -> None:
+    run("finetune.py --make tiny")
     small = "--small --model tiny --data tiny --lora 4 --steps 2"
     one, divided, packed = (
-        _losses(f"{words} {small}", monkeypatch, capfd, "finetune.py")
+        run(f"finetune.py {words} {small}")
         for words in (
             "--nproc 1",
             "--nproc 2 --context-parallel-size 2 --provider striped",

@@ -6,13 +6,12 @@ Whole models and adapters, on examples of one prompt and answer each, and on pac
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from bridge_harness import Record, check_same, finetuning, train, write
+from bridge_harness import Record, check_same, train, use_examples, write
 from nightly import nightly
 
 from cp_plugin.testing.launch import RankError
@@ -24,47 +23,35 @@ PACK = 64
 DATA = {"examples": {}, "packs": {"packed": PACK}, "packs of padded examples": {"packed": PACK, "pad_each_to": 4}}
 
 
-@pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("examples"))
+Training = Callable[[str, str], Callable[[Any], None]]
+"""Kind of data, and name of a class of Bridge's adapters (empty: the whole model is trained) -> changes of a config."""
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a model that has no adapters."""
-    folder = tmp_path_factory.mktemp("pretrained")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """On a checkpoint of a model that has no adapters."""
+    examples, pretrained = write(tmp_path_factory.mktemp("examples")), str(tmp_path_factory.mktemp("pretrained"))
 
-    def saved(config: Any) -> None:
-        config.checkpoint.save, config.checkpoint.save_interval = str(folder), 1
+    def save(config: Any) -> None:
+        config.checkpoint.save, config.checkpoint.save_interval = pretrained, 1
 
-    train(1, change=saved, steps=1)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def alone(examples: Path, pretrained: Path) -> Callable[[str, str], Record]:
-    """Kind of data and of adapters -> the training on one rank."""
-
-    @cache
-    def record(data: str, adapters: str) -> Record:
-        counted = {"calculate_per_token_loss": True}  # as `apply` sets it
-        return train(1, model=counted, change=_training(data, adapters, examples, pretrained))[0]
-
-    return record
-
-
-def _training(data: str, adapters: str, examples: Path, pretrained: Path) -> Callable[[Any], None]:
-    """adapters: name of a class of Bridge's; empty: the whole model is trained."""
-
-    def change(config: Any) -> None:
+    def change(data: str, adapters: str, config: Any) -> None:
         from megatron.bridge.peft.utils import create_peft
 
-        finetuning(examples, **DATA[data])(config)
+        use_examples(config, examples, **DATA[data])
         if adapters:
             config.peft = create_peft({"type": adapters, "dim": 4, "alpha": 8, "lora_B_init_method": "normal"})
-            config.checkpoint.pretrained_checkpoint = str(pretrained)
+            config.checkpoint.pretrained_checkpoint = pretrained
 
-    return change
+    train(1, change=save, steps=1)
+    return lambda data, adapters: partial(change, data, adapters)
+
+
+@pytest.fixture(scope="module")
+def alone(training: Training) -> Callable[[str, str], Record]:
+    """Kind of data and of adapters -> the training on one rank."""
+    counted = {"calculate_per_token_loss": True}  # as `apply` sets it
+    return cache(lambda data, adapters: train(1, model=counted, change=training(data, adapters))[0])
 
 
 @pytest.mark.parametrize(
@@ -84,18 +71,11 @@ def _training(data: str, adapters: str, examples: Path, pretrained: Path) -> Cal
     ],
 )
 def test_losses_and_gradients(
-    data: str,
-    adapters: str,
-    ranks: int,
-    arguments: dict[str, Any],
-    examples: Path,
-    pretrained: Path,
-    alone: Callable[[str, str], Record],
+    data: str, adapters: str, ranks: int, arguments: Any, training: Training, alone: Callable[[str, str], Record]
 ) -> None:
     reference = alone(data, adapters)
     assert all("adapter" in name for name in reference.grads) == bool(adapters)
-    change = _training(data, adapters, examples, pretrained)
-    check_same(train(ranks, arguments, change=change), reference)
+    check_same(train(ranks, arguments, change=training(data, adapters)), reference)
 
 
 def _documents_run_on() -> None:
@@ -104,7 +84,6 @@ def _documents_run_on() -> None:
     Documents.bounds = property(lambda pack: torch.tensor([0, pack.tokens]))  # type: ignore[assignment]
 
 
-def test_the_self_check_finds_attention_beyond_a_document(examples: Path, pretrained: Path) -> None:
-    change = _training("packs", "", examples, pretrained)
+def test_the_self_check_finds_attention_beyond_a_document(training: Training) -> None:
     with pytest.raises(RankError, match=r"layer 1, head \d: out of \d+ of 16 rows"):
-        train(2, STRIPED, change=change, prepare=_documents_run_on)
+        train(2, STRIPED, change=training("packs", ""), prepare=_documents_run_on)
