@@ -61,8 +61,7 @@ def namespace(config: Any, ours: Mapping[str, Any]) -> argparse.Namespace:
     args.rank, args.world_size = get_rank_safe(), get_world_size_safe()
     args.spec = None
     args.sft = getattr(dataset, "enable_offline_packing", False)
-    for name, value in ours.items():
-        setattr(args, name, value)
+    vars(args).update(ours)
     return args
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bridge_harness import train
-from fault_rows import planted, stock
+from fault_rows import instead, stock
 
 from cp_plugin.testing.launch import RankError
 
@@ -17,23 +17,17 @@ STEP = "megatron.bridge.training.gpt_step:get_batch_on_this_cp_rank"
 ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:get_pos_emb_on_this_cp_rank"
 
 
-@planted("megatron.core.transformer.transformer_layer:TransformerLayer.__init__")
-def layer_without_the_provider(build: Any) -> Any:
-    def wrong(self: Any, *args: object, **kwargs: object) -> None:
-        build(self, *args, **kwargs)
-        if self.layer_number == 2:
-            self.self_attention.core_attention = torch.nn.Identity()
-
-    return wrong
+@instead("megatron.core.transformer.transformer_layer:TransformerLayer.__init__")
+def layer_without_the_provider(build: Any, layer: Any, *args: object, **kwargs: object) -> None:
+    build(layer, *args, **kwargs)
+    if layer.layer_number == 2:
+        layer.self_attention.core_attention = torch.nn.Identity()
 
 
-@planted("megatron.bridge.training.pretrain:runtime_config_update")
-def config_that_changes_after_apply(update: Any) -> Any:
-    def wrong(config: Any) -> None:
-        config.model.calculate_per_token_loss = False
-        update(config)
-
-    return wrong
+@instead("megatron.bridge.training.pretrain:runtime_config_update")
+def config_that_changes_after_apply(update: Any, config: Any) -> None:
+    config.model.calculate_per_token_loss = False
+    update(config)
 
 
 FAULTS: dict[str, tuple[Callable[[], None], str]] = {
@@ -42,11 +36,11 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
         "without slicing its batch",
     ),
     "a batch that is not cut": (
-        planted(STEP, "")(lambda _: lambda batch, **kwargs: batch),
+        instead(STEP)(lambda cut, batch, **kwargs: batch),
         "without slicing its batch",
     ),
     "RoPE of other positions": (
-        planted(ROPE, "")(lambda cut: lambda angles, *rest: cut(angles, *rest).flip(0)),
+        instead(ROPE)(lambda cut, angles, *rest: cut(angles, *rest).flip(0)),
         "differs from the step on one rank",
     ),
     "a layer without the provider": (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -78,21 +77,13 @@ def _none_hidden(held: torch.Tensor, positions: torch.Tensor, window: Any) -> to
     return torch.zeros(held.size(1), 1, 1, positions.size(0), held.size(0), dtype=torch.bool)
 
 
-def _one_more(original: Callable[[range, int], int]) -> Callable[[range, int], int]:
-    return lambda segment, position: original(segment, position + 1)
-
-
-def _scaled(q: torch.Tensor, *of: Any) -> Any:
-    return reference.attend(1.01 * q, *of)
-
-
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "unmasked": (store, "_hidden", _none_hidden),
     "bits": (tree, "_merge", _rounded_anew),
     "lost": (tree, "_merge", lambda lower, upper: lower),
-    "below": (slots, "steps_to", _one_more(slots.steps_to)),
+    "below": (slots, "steps_to", lambda segment, position, steps_to=slots.steps_to: steps_to(segment, position + 1)),
     "bytes": (tree, "messages", lambda size, index: 1),
-    "scale": (store, "reference", SimpleNamespace(attend=_scaled)),
+    "scale": (store, "reference", SimpleNamespace(attend=lambda q, *rest: reference.attend(1.01 * q, *rest))),
     "state": (decayed, "advance", lambda incoming, left, through=None: left),
 }
 
