@@ -218,8 +218,9 @@ class Both:
         cp, read = placed(division.cp, division.call.documents), self.masks.get(id(mask), (mask, mask))[1]
         shards = (cp.shard(x, 2) for x in (q, k, v))
         got = cp.unshard(division.attend_over_ranks(module, *shards, read, **options), 1)
-        floats = mask is not None and mask.is_floating_point()
-        cast = mask.to(dtype).clamp_min(torch.finfo(dtype).min) if floats else mask
+        cast = mask
+        if mask is not None and mask.is_floating_point():
+            cast = mask.to(dtype).clamp_min(torch.finfo(dtype).min)
         want = own(module, q, k, v, cast, **options)[0]
         error = ((got - want).double().norm(dim=-1) / want.double().norm(dim=-1).clamp_min(1e-3)).max().item()
         if not error <= (limit := allowed(dtype)):

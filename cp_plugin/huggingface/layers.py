@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.attention.convolution import short_convolution
@@ -152,11 +153,7 @@ def _lengthen(
 
 
 def _shorten(division: Division, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    if not division.divides_layers:
-        return None
-    if isinstance(output, Tensor):
-        return output[..., :-1, :]
-    return tuple(x[..., :-1, :] for x in output)
+    return tree_map(lambda x: x[..., :-1, :], output) if division.divides_layers else None
 
 
 def divide(model: nn.Module, division: Division) -> list[Any]:

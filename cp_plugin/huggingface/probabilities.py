@@ -91,7 +91,7 @@ def _score_rows(
     ids: Tensor,
     labels: Tensor | None,
     mask: Tensor | None,
-    packs: dict[str, Tensor | None],
+    packs: dict[str, Any],
     temperature: float = 1.0,
 ) -> Tensor:
     targets, padding, order = (ids if labels is None else labels), None, None
