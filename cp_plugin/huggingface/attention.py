@@ -31,7 +31,7 @@ class Call(NamedTuple):
     documents: tuple[int, ...] = ()
 
 
-class OfShard:
+class ShardMark:
     """Stands for the key/value cache in the batch of a shard: a model that is not divided looks at it, and fails."""
 
     _ASKED = (

@@ -13,7 +13,7 @@ from cp_plugin.engine.attention.convolution import copied
 from cp_plugin.engine.core.mask import document_bounds
 from cp_plugin.engine.core.tree import Tree
 from cp_plugin.engine.placement.documents import DOCUMENTS
-from cp_plugin.huggingface.attention import OfShard, placed, refuse
+from cp_plugin.huggingface.attention import ShardMark, placed, refuse
 
 IGNORED = -100
 """Label of a token that is not predicted, as in transformers."""
@@ -94,7 +94,7 @@ def part(
     batch: dict[str, Any] = {
         "input_ids": cp.shard(input_ids, 1),
         "position_ids": cp.shard(positions.to(input_ids.device).expand(input_ids.shape), 1),
-        "past_key_values": OfShard(bounds),
+        "past_key_values": ShardMark(bounds),
     }
     if following is not None:
         batch["labels"] = batch["shift_labels"] = cp.shard(following, 1)
@@ -138,7 +138,7 @@ def shard_tree(cp: ContextParallel, input_ids: Tensor, tree: Tree, labels: Tenso
         "logits_to_keep": rows,
         "tree": tree,
         DIGEST: torch.stack([digest(input_ids), digest(labels)]),
-        "past_key_values": OfShard(),
+        "past_key_values": ShardMark(),
     }
 
 

@@ -19,7 +19,7 @@ from cp_plugin.engine.common.eager import eager
 from cp_plugin.engine.core.mask import document_bounds
 from cp_plugin.engine.core.tree import Tree
 from cp_plugin.huggingface.additions import Additions
-from cp_plugin.huggingface.attention import UNSUPPORTED, Call, Division, OfShard, placed, refuse
+from cp_plugin.huggingface.attention import UNSUPPORTED, Call, Division, ShardMark, placed, refuse
 from cp_plugin.huggingface.batch import DIGEST, IGNORED, starts
 from cp_plugin.huggingface.rows import ASKED, BOUNDS, ROWS, run_own_rows
 
@@ -141,7 +141,7 @@ class Forward:
                 f"the forward of {type(self.whole).__name__} was replaced after huggingface.apply by one that does not "
                 "call it: call apply again, last"
             )
-        cached = any(not isinstance(named.get(cache), OfShard | None) for cache in _CACHES)
+        cached = any(not isinstance(named.get(cache), ShardMark | None) for cache in _CACHES)
         fit = torch.tensor(False) if positions is None else self._fit(positions, named, tree)
         self._require(fit, _POSITIONS + _VIRTUAL * (cached or named.get("inputs_embeds") is not None))
         refuse(cached, "a key/value cache: train with use_cache=False")
@@ -190,7 +190,7 @@ class Forward:
     def _documents(self, named: dict[str, Any], tokens: int) -> tuple[int, ...]:
         """Bounds of documents, of which the host knows those of ``shard`` without asking the device."""
         bounds, mark = named.get("cu_seq_lens_q"), named.get(_CACHES[0])
-        known = mark.documents if isinstance(mark, OfShard) else ()
+        known = mark.documents if isinstance(mark, ShardMark) else ()
         if bounds is None or bounds.device.type == "cpu" or len(bounds) != len(known) or known[-1:] != (tokens,):
             return document_bounds(bounds, tokens)
         same = copied(torch.tensor(known, dtype=bounds.dtype), bounds.device) == bounds
@@ -201,7 +201,7 @@ class Forward:
         division, positions = self.division, named["position_ids"]
         tokens = positions.size(-1) * division.cp.size
         bounds = self._documents(named, tokens)
-        named = {key: x for key, x in named.items() if key not in (*BOUNDS, DIGEST) and not isinstance(x, OfShard)}
+        named = {key: x for key, x in named.items() if key not in (*BOUNDS, DIGEST) and not isinstance(x, ShardMark)}
         if bounds and division.linear is not None:
             named["cu_seq_lens_q"] = torch.tensor(bounds, dtype=torch.int32)
         if "use_cache" in self.parameters():

@@ -123,13 +123,13 @@ class _Where:
         x = x.flatten(0, 1).to(torch.uint8 if kind == torch.bool else kind)
         tokens = [cp.layout.positions(n, cp.size, number, x.device) for number in cp.numbers]
         owners, places = ([whole[:, at].flatten() for at in tokens] for whole in (self.owner, self.place))
-        longest = int(torch.stack([torch.bincount(of[of >= 0], minlength=cp.size) for of in owners]).max())
+        longest = int(torch.stack([torch.bincount(owner[owner >= 0], minlength=cp.size) for owner in owners]).max())
         leaving = [(owners[cp.index] == rank).nonzero().flatten() for rank in range(cp.size)]
-        parts = torch.stack([pad(x[of], (*([0, 0] * (x.dim() - 1)), 0, longest - len(of))) for of in leaving])
+        parts = torch.stack([pad(x[at], (*([0, 0] * (x.dim() - 1)), 0, longest - len(at))) for at in leaving])
         parts = _ToOwners.apply(parts, cp.mesh)
-        coming = [(of == cp.index).nonzero().flatten() for of in owners]
-        arrived = torch.cat([part[: len(of)] for part, of in zip(parts, coming, strict=True)])
-        place = torch.cat([x[of] for x, of in zip(places, coming, strict=True)])
+        coming = [(owner == cp.index).nonzero().flatten() for owner in owners]
+        arrived = torch.cat([part[: len(at)] for part, at in zip(parts, coming, strict=True)])
+        place = torch.cat([x[at] for x, at in zip(places, coming, strict=True)])
         return arrived.new_zeros(arrived.shape).index_copy(0, place, arrived).unflatten(0, self.shape).to(kind)
 
 
