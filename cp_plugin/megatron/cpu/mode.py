@@ -72,13 +72,13 @@ def decide(requested: str) -> bool:
     without a CUDA device.
     """
     one_of("--cp-device", requested, DEVICES, suggest=False)
-    found = _cuda_found()
-    if requested == "cuda" and not found:
+    has_cuda = _cuda_found()
+    if requested == "cuda" and not has_cuda:
         raise ValueError(
             "--cp-device cuda: torch finds no CUDA device. Check the driver and CUDA_VISIBLE_DEVICES, "
             "or use --cp-device cpu (or auto) to train on the CPU"
         )
-    return requested == "cpu" or not found
+    return requested == "cpu" or not has_cuda
 
 
 def _cuda_found() -> bool:
@@ -138,10 +138,10 @@ def check_flags(args: argparse.Namespace) -> None:
     """ValueError for every flag that contradicts CPU mode; print which flags have no effect there."""
     wrong = [dest for dest, (value, _) in FLAGS.items() if getattr(args, dest) != value]
     if wrong:
-        asked = ", ".join(_spelled(dest, getattr(args, dest)) for dest in wrong)
+        spelled = ", ".join(_spelled(dest, getattr(args, dest)) for dest in wrong)
         fix = " ".join(FLAGS[dest][1] for dest in wrong)
         raise ValueError(
-            f"{asked}: not available on the CPU. Leave it out, use {fix}, or train on a GPU with --cp-device cuda"
+            f"{spelled}: not available on the CPU. Leave it out, use {fix}, or train on a GPU with --cp-device cuda"
         )
     _refuse_resumption(args)
     fully_sharded = args.use_megatron_fsdp or args.use_torch_fsdp2

@@ -238,11 +238,11 @@ def peek(argv: Sequence[str], flag: str) -> str | None:
 def refuse_yaml(argv: Sequence[str]) -> None:
     """ValueError for plugin flags beside ``--yaml-cfg``, with which Megatron ignores the command line."""
     own = flags_of(add_arguments(argparse.ArgumentParser(add_help=False)))
-    given = sorted({word.partition("=")[0] for word in argv} & set(own))
+    ignored = sorted({word.partition("=")[0] for word in argv} & set(own))
     yaml_cfg = peek(argv, "--yaml-cfg")
-    if given and yaml_cfg is not None:
+    if ignored and yaml_cfg is not None:
         raise ValueError(
-            f"--yaml-cfg {yaml_cfg} makes Megatron ignore the command line, including {', '.join(given)}: pass the "
+            f"--yaml-cfg {yaml_cfg} makes Megatron ignore the command line, including {', '.join(ignored)}: pass the "
             "settings of that file as flags"
         )
 
@@ -265,10 +265,12 @@ def _softmax_provider(linear: Linear, name: str | None, args: argparse.Namespace
         )
     if linear.hybrid:
         return name or linear_flags.SOFTMAX_PROVIDER
-    given = [] if name is None else [f"--cp-provider {name}"]
-    given += [option.flag for option in option_flags.given(args) if not option_flags.takes(linear.provider, option)]
+    idle = [] if name is None else [f"--cp-provider {name}"]
+    idle += [
+        option.flag for option in option_flags.chosen_options(args) if not option_flags.takes(linear.provider, option)
+    ]
     why = f": all layers of --cp-layer-pattern {linear.pattern} are linear. "
-    linear_flags.refuse_idle(given, why + "Leave {them} out, or keep some softmax layers (N): --cp-layer-pattern LLLN")
+    linear_flags.refuse_idle(idle, why + "Leave {them} out, or keep some softmax layers (N): --cp-layer-pattern LLLN")
     return None
 
 
@@ -291,10 +293,10 @@ def _recompute_attention(args: argparse.Namespace) -> bool:
 
 def _refuse_without_provider(args: argparse.Namespace, name: str | None, used: str) -> None:
     own = [flag for flag in _OWN_FLAGS if flag != used and getattr(args, linear_flags.attribute(flag), None)]
-    given = [option.flag for option in option_flags.given(args)] + own
+    idle = [option.flag for option in option_flags.chosen_options(args)] + own
     why = f" without a context-parallel provider: add --cp-provider with one of {', '.join(providers.names())}"
     end = ", or leave {them} out"
     if name == UPSTREAM:
         why = f" with --cp-provider {UPSTREAM}, which is stock Megatron"
         end = ": leave {them} out, or name another provider"
-    linear_flags.refuse_idle(given, why + end)
+    linear_flags.refuse_idle(idle, why + end)

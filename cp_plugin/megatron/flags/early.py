@@ -95,8 +95,8 @@ def _check_ranks(parsed: argparse.Namespace, ranks: int, start: str) -> None:
     sizes = {flag: getattr(parsed, attribute(flag)) for flag in _SIZES}
     total = math.prod(sizes.values())
     if total > 0 and ranks % total:
-        given = [f"{flag} {size}" for flag, size in sizes.items() if size != 1]
-        product = f"{' x '.join(given)} = {total}" if len(given) > 1 else given[0]
+        factors = [f"{flag} {size}" for flag, size in sizes.items() if size != 1]
+        product = f"{' x '.join(factors)} = {total}" if len(factors) > 1 else factors[0]
         raise ValueError(
             f"{product} needs {f'a multiple of {total}' if ranks > total else total} ranks, but {ranks} "
             f"{'was' if ranks == 1 else 'were'} started: use {start.format(ranks=total)}, or torchrun --nproc-per-node "
@@ -110,13 +110,13 @@ _NUMBERS = {"int": "a whole number", "float": "a number"}
 def plain_usage(message: str) -> str:
     """argparse's errors in the words of all other refusals: the flag, its value, what to write; others as they are."""
     text = message.removeprefix("argument ")
-    if found := re.fullmatch(r"(\S+): expected (?:one|at least one) argument", text):
-        return f"{found[1]} is missing its value"
-    if found := re.fullmatch(r"(\S+): invalid (int|float) value: '(.*)'", text):
-        return f"{found[1]} {found[3]}: write {_NUMBERS[found[2]]}"
-    if found := re.fullmatch(r"(\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)", text):
-        return not_one_of(f"{found[1]} {found[2]}", found[2], re.findall(r"[^', ]+", found[3]))
-    if found := re.fullmatch(r"unrecognized arguments: (.*)", text):
-        flags = any(word.startswith("-") for word in found[1].split())
-        return f"no such flags: {found[1]}" if flags else f"{found[1]}: belongs to no flag; flags begin with --"
+    if match := re.fullmatch(r"(\S+): expected (?:one|at least one) argument", text):
+        return f"{match[1]} is missing its value"
+    if match := re.fullmatch(r"(\S+): invalid (int|float) value: '(.*)'", text):
+        return f"{match[1]} {match[3]}: write {_NUMBERS[match[2]]}"
+    if match := re.fullmatch(r"(\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)", text):
+        return not_one_of(f"{match[1]} {match[2]}", match[2], re.findall(r"[^', ]+", match[3]))
+    if match := re.fullmatch(r"unrecognized arguments: (.*)", text):
+        flags = any(word.startswith("-") for word in match[1].split())
+        return f"no such flags: {match[1]}" if flags else f"{match[1]}: belongs to no flag; flags begin with --"
     return text

@@ -110,18 +110,18 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
     if variant is None and pattern is None and has_delta_net(args):
         return None
     if variant is None:
-        given = [f"{f} {v}" for f, v in zip(FLAGS[1:], (pattern, provider), strict=True) if v is not None]
+        idle = [f"{f} {v}" for f, v in zip(FLAGS[1:], (pattern, provider), strict=True) if v is not None]
         kinds = f"add --cp-linear-attention with one of {', '.join(variants())}"
-        refuse_idle(given, " without --cp-linear-attention: " + kinds + ", or leave {them} out")
+        refuse_idle(idle, " without --cp-linear-attention: " + kinds + ", or leave {them} out")
         return None
     one_of("--cp-linear-attention", variant, variants())
-    found = Linear(variant=variant)
+    linear = Linear(variant=variant)
     if provider is not None:
         one_of("--cp-linear-provider", provider, providers.names("linear"))
-        found = replace(found, provider=provider)
+        linear = replace(linear, provider=provider)
     if pattern is not None:
-        found = replace(found, pattern=_pattern(pattern))
-    return found
+        linear = replace(linear, pattern=_pattern(pattern))
+    return linear
 
 
 def has_delta_net(args: argparse.Namespace) -> bool:
@@ -178,11 +178,11 @@ def divided(linear: Linear, provider: str | None, options: Options) -> tuple[Lin
     return linear, replace(options, layout=layout, backend=name if for_softmax else AUTO)
 
 
-def refuse_idle(given: Sequence[str], why: str) -> None:
+def refuse_idle(flags: Sequence[str], why: str) -> None:
     """ValueError for flags that were given and have no effect; why: goes on, with ``{them}`` in their place."""
-    have, them = ("has", "it") if len(given) == 1 else ("have", "them")
-    if given:
-        raise ValueError(f"{', '.join(given)} {have} no effect{why.format(them=them)}")
+    have, them = ("has", "it") if len(flags) == 1 else ("have", "them")
+    if flags:
+        raise ValueError(f"{', '.join(flags)} {have} no effect{why.format(them=them)}")
 
 
 def attribute(flag: str) -> str:
@@ -214,11 +214,11 @@ def check_layout(linear: str, layout: str) -> None:
         )
 
 
-def _layout(linear: str, provider: str | None, asked: str | None) -> str:
+def _layout(linear: str, provider: str | None, chosen: str | None) -> str:
     has = providers.get(linear).layouts
-    if asked is not None:
-        check_layout(linear, asked)
-        return asked
+    if chosen is not None:
+        check_layout(linear, chosen)
+        return chosen
     if provider is None:
         return has[0]
     common = [layout for layout in providers.get(provider).layouts if layout in has]

@@ -43,7 +43,7 @@ def takes(provider: str, option: str) -> bool:
     return providers.takes(providers.get(provider), option)
 
 
-def given(args: argparse.Namespace) -> list[Option]:
+def chosen_options(args: argparse.Namespace) -> list[Option]:
     """The options whose flags were given a value other than ``auto``."""
     return [option for option in all_options() if getattr(args, option.attribute, None) not in (None, option.unset)]
 
@@ -51,7 +51,7 @@ def given(args: argparse.Namespace) -> list[Option]:
 def options_from(args: argparse.Namespace) -> Options:
     """Read the flags; ValueError for all values that cannot be parsed."""
     values, wrong = {}, []
-    for option in given(args):
+    for option in chosen_options(args):
         try:
             values[option] = option.parse(getattr(args, option.attribute))
         except ValueError as error:

@@ -43,9 +43,9 @@ def reason(error: BaseException, args: argparse.Namespace | None = None, said: s
 def flags_read(error: BaseException, args: object, package: str | tuple[str, ...]) -> str:
     """The flags, with values, in the innermost line of such modules that reads some: where it stops, or its caller."""
     for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
-        found = re.findall(r"\bargs\.(\w+)", linecache.getline(frame.f_code.co_filename, number))
-        if found and frame.f_globals.get("__name__", "").startswith(package):
-            return ", ".join(_shown(name, getattr(args, name, None) if args else True) for name in dict.fromkeys(found))
+        names = re.findall(r"\bargs\.(\w+)", linecache.getline(frame.f_code.co_filename, number))
+        if names and frame.f_globals.get("__name__", "").startswith(package):
+            return ", ".join(_shown(name, getattr(args, name, None) if args else True) for name in dict.fromkeys(names))
     return ""
 
 

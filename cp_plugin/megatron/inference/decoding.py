@@ -167,8 +167,8 @@ def check(model: torch.nn.Module) -> None:
     """ValueError for a model that generation does not support."""
     modules = list(model.modules())
     layers = [module for module in modules if isinstance(module, _CONTINUED)]
-    found = (mixer for module in modules for mixer in table.MIXERS if mixer.has_state(module))
-    states = [f"{mixer.name} layers ({mixer.letter})" for mixer in found]
+    stateful = (mixer for module in modules for mixer in table.MIXERS if mixer.has_state(module))
+    states = [f"{mixer.name} layers ({mixer.letter})" for mixer in stateful]
     attention = [getattr(module, "core_attention", None) for module in modules]
     others = [
         type(one).__name__ for one in attention if isinstance(one, torch.nn.Module) and not isinstance(one, _CONTINUED)
@@ -265,8 +265,8 @@ def _rotate(module: Any, so_far: Decoding, *_: Any, **__: Any) -> Tensor | tuple
     """Angles ``[s, 1 or b, 1, d]``; YaRN's with their factor."""
     at = so_far.rows
     first = int(at.min())
-    found = module.get_emb(int(at.max()) - first + 1, first)
-    angles, *factor = found if isinstance(found, tuple) else (found,)
+    embedding = module.get_emb(int(at.max()) - first + 1, first)
+    angles, *factor = embedding if isinstance(embedding, tuple) else (embedding,)
     rows = angles[(at - first).long()]
     rows = rows if at.dim() == 1 else rows.squeeze(2)
     return (rows, *factor) if factor else rows

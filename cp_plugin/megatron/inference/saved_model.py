@@ -62,12 +62,12 @@ def flags(folder: Path, step: int | None, parser: argparse.ArgumentParser) -> li
         ValueError: for a folder without such a checkpoint, or with arguments that cannot be read or put in flags.
     """
     saved = vars(arguments(folder, step))
-    asked = [a for a in _model_actions(parser) if saved.get(a.dest) is not None and saved[a.dest] != a.default]
-    words = [word for action in {a.dest: a for a in asked}.values() for word in _words(action, saved[action.dest])]
+    actions = [a for a in _model_actions(parser) if saved.get(a.dest) is not None and saved[a.dest] != a.default]
+    words = [word for action in {a.dest: a for a in actions}.values() for word in _words(action, saved[action.dest])]
     if saved.get("padded_vocab_size") and "--padded-vocab-size" not in words:
         words += ["--padded-vocab-size", str(saved["padded_vocab_size"])]
     back = vars(parser.parse_args(words))
-    lost = sorted(a.dest for a in asked if back[a.dest] != saved[a.dest] and str(back[a.dest]) != str(saved[a.dest]))
+    lost = sorted(a.dest for a in actions if back[a.dest] != saved[a.dest] and str(back[a.dest]) != str(saved[a.dest]))
     if lost:
         raise ValueError(
             f"--load {folder}: {', '.join(lost)} of its model cannot be expressed as flags: give them by hand"
@@ -88,12 +88,12 @@ def arguments(folder: Path, step: int | None) -> argparse.Namespace:
     if not directory.is_dir():
         raise ValueError(f"--ckpt-step {step}: --load {folder} has no checkpoint of this iteration")
     try:
-        found = _common(directory).get("args")
+        args = _common(directory).get("args")
     except failures.ENDS as error:
         raise ValueError(f"{directory}: the checkpoint cannot be read ({failures.summary(error)})") from error
-    if not isinstance(found, argparse.Namespace):
+    if not isinstance(args, argparse.Namespace):
         raise ValueError(f"{directory}: the arguments of its training were not saved: give the model's flags by hand")
-    return found
+    return args
 
 
 def _common(directory: Path) -> dict[str, Any]:

@@ -60,26 +60,26 @@ def replace_finalize_model_grads(call: Call) -> Any:
 
 def update(chunks: Sequence[torch.nn.Module]) -> None:
     """Take this iteration's amaxes into the scales of the next; collective over Megatron's amax reduction group."""
-    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(_of(module), Delayed)]
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(_get_scaling(module), Delayed)]
     if layers:
         group = parallel_state.get_amax_reduction_group(
             with_context_parallel=True, tp_only_amax_red=layers[0].config.tp_only_amax_red
         )
         device = next(p.device for chunk in chunks for p in chunk.parameters())
-        scaling.update([_of(layer) for layer in layers], group, device)
+        scaling.update([_get_scaling(layer) for layer in layers], group, device)
 
 
 def to_save(module: torch.nn.Module) -> dict[str, Tensor]:
     """A layer's history for checkpoints; empty under current scaling."""
-    found = _of(module)
-    return {HISTORY: found.history} if found is not None and found.roles == ROLES else {}
+    delayed = _get_scaling(module)
+    return {HISTORY: delayed.history} if delayed is not None and delayed.roles == ROLES else {}
 
 
 def load(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """A torch hook that takes a layer's history out of a state dict while it is loaded."""
-    history, found = state_dict.pop(f"{prefix}{HISTORY}", None), _of(module)
-    if history is not None and found is not None:
-        found.load(history)
+    history, delayed = state_dict.pop(f"{prefix}{HISTORY}", None), _get_scaling(module)
+    if history is not None and delayed is not None:
+        delayed.load(history)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
@@ -95,16 +95,16 @@ def same_histories(now: Mapping[str, str], then: Mapping[str, str]) -> bool:
     return all(now.get(name) == then.get(name) for name in (_RECIPE, _LENGTH))
 
 
-def drop_histories(asked: Any) -> None:
+def drop_histories(state: Any) -> None:
     """Remove all histories from a state dict requested of a checkpoint."""
-    for part in _dicts(asked):
+    for part in _dicts(state):
         for name in [name for name in part if str(name).endswith(HISTORY)]:
             del part[name]
 
 
-def started_anew(now: Mapping[str, str], asked: Any) -> list[str]:
+def started_anew(now: Mapping[str, str], state: Any) -> list[str]:
     """A notice if this run has histories and loads none of them."""
-    if _LENGTH not in now or any(str(name).endswith(HISTORY) for part in _dicts(asked) for name in part):
+    if _LENGTH not in now or any(str(name).endswith(HISTORY) for part in _dicts(state) for name in part):
         return []
     return ["the history of attention's FP8 scales restarts: the checkpoint has none of this length"]
 
@@ -117,5 +117,5 @@ def _dicts(state: Any) -> Iterator[dict[Any, Any]]:
         yield from _dicts(part)
 
 
-def _of(module: torch.nn.Module) -> Delayed | None:
+def _get_scaling(module: torch.nn.Module) -> Delayed | None:
     return getattr(module, "scaling", None)

@@ -54,9 +54,9 @@ def replace_resolve_cu_seqlens(call: Call) -> Tensor:
     """Replaces ``_resolve_cu_seqlens``: documents of any length, and padding after the last."""
     padded = call["cu_seqlens_padded"]
     places = call["cu_seqlens_actual"] if padded is None else padded
-    found = MicroBatch.find(runtime.context_parallel(), places, call["total_seq_len"]).documents
-    assert found is not None, "the bounds of a pack"
-    return found.starts
+    documents = MicroBatch.find(runtime.context_parallel(), places, call["total_seq_len"]).documents
+    assert documents is not None, "the bounds of a pack"
+    return documents.starts
 
 
 @replaces(

@@ -79,11 +79,11 @@ class Gate(nn.Module):
 )
 def replace_get_query_key_value(call: Call) -> Any:
     """Append the layer's gate, if it has one, to the values of ``SelfAttention.get_query_key_value_tensors``."""
-    found, layer = call.original(), call["self"]
+    tensors, layer = call.original(), call["self"]
     gate = getattr(layer.core_attention, "gate", None)
     if not isinstance(gate, Gate):
-        return found
-    query, key, value, *rest = found
+        return tensors
+    query, key, value, *rest = tensors
     gates = gate(_normalised(call["hidden_states"], layer.linear_qkv))
     return query, key, torch.cat((value, gates), 3), *rest
 

@@ -68,8 +68,8 @@ def batch_of(tokens: int, size: int, packed: PackedSeqParams | Tensor | None) ->
 
 def orders(batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
     """Token -> row of the concatenated shards, and row -> token."""
-    asked = batch.cp.layout, batch.cp.numbers, batch.tokens, device
-    return _kept.get(asked, lambda: _orders_in(*asked))
+    key = batch.cp.layout, batch.cp.numbers, batch.tokens, device
+    return _kept.get(key, lambda: _orders_in(*key))
 
 
 def _orders_in(layout: Layout, numbers: tuple[int, ...], tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -20,14 +20,14 @@ from cp_plugin.megatron.patches.patching import Call, wraps
 SPEC = "megatron.core.post_training.modelopt.gpt.model_specs:get_gpt_modelopt_spec"
 
 
-def found() -> bool:
+def is_installed() -> bool:
     """Return True if nvidia-modelopt is installed."""
     return util.find_spec("modelopt") is not None
 
 
 def register() -> None:
     """Register the plugin's attention with nvidia-modelopt; with a release that cannot convert it, as refused."""
-    if not found():
+    if not is_installed():
         return
     try:
         registry = import_module("modelopt.torch.quantization.nn").QuantModuleRegistry
@@ -59,7 +59,7 @@ def quantizes(module: torch.nn.Module) -> bool:
     SPEC,
     "attention of the spec for nvidia-modelopt",
     otherwise="a quantised model would keep Megatron's own attention",
-    when=lambda run: run.settings.active and found(),
+    when=lambda run: run.settings.active and is_installed(),
 )
 def replace_gpt_spec(call: Call) -> Any:
     """Put the plugin's core attention into the spec of ``get_gpt_modelopt_spec``."""

@@ -158,14 +158,14 @@ def _refuse_other_quantizers(module: torch.nn.Module) -> None:
     model = STATE.quantized.get(module, lambda: None)()
     if model is None or not ModeloptStateManager.is_converted(model):
         return
-    asked: dict[str, bool] = {}
+    switches: dict[str, bool] = {}
     for _, state in ModeloptStateManager(model).state_dict():
         for entry in state["config"].get("quant_cfg", ()):
-            asked |= {name: entry.get("enable", True) for name in _REFUSED if name in entry["quantizer_name"]}
-    found = [f"{name} ({_REFUSED[name]})" for name, enabled in asked.items() if enabled]
-    if found:
+            switches |= {name: entry.get("enable", True) for name in _REFUSED if name in entry["quantizer_name"]}
+    inside = [f"{name} ({_REFUSED[name]})" for name, enabled in switches.items() if enabled]
+    if inside:
         raise ValueError(
-            f"{runtime.settings().asked} does not support {', '.join(found)}: no kernel exposes these. Leave them out "
+            f"{runtime.settings().asked} does not support {', '.join(inside)}: no kernel exposes these. Leave them out "
             f"of quant_cfg; supported are {', '.join(NAMES)}"
         )
     STATE.quantized.pop(module)

@@ -81,13 +81,13 @@ def train() -> None:
 
 def refuse(args: argparse.Namespace) -> None:
     """ValueError naming every given flag that this pretraining does not support."""
-    given = [flag for flag in UNSUPPORTED if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
+    refused = [flag for flag in UNSUPPORTED if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
     if args.mtp_num_layers and args.pipeline_model_parallel_layout:
-        given.append("--mtp-num-layers with --pipeline-model-parallel-layout")
-    if given:
+        refused.append("--mtp-num-layers with --pipeline-model-parallel-layout")
+    if refused:
         raise ValueError(
-            f"{', '.join(given)}: not supported by cp_plugin.pretrain_gpt, which only pretrains plain GPT models. "
-            f"Leave {'it' if len(given) == 1 else 'them'} out, or run Megatron-LM's own script with `python -m "
+            f"{', '.join(refused)}: not supported by cp_plugin.pretrain_gpt, which only pretrains plain GPT models. "
+            f"Leave {'it' if len(refused) == 1 else 'them'} out, or run Megatron-LM's own script with `python -m "
             "cp_plugin.run path/to/pretrain_gpt.py ...`"
         )
 

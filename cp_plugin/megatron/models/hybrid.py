@@ -129,9 +129,9 @@ def _norm(config: Any) -> Any:
 class _LocalStack(HybridStack):
     """HybridStack with Megatron's final norm, where Megatron hard-codes Transformer Engine's."""
 
-    def __init__(self, config: Any, submodules: HybridStackSubmodules, **given: Any) -> None:
-        wanted = given.pop("post_layer_norm", True)
-        super().__init__(config, submodules, post_layer_norm=False, **given)
+    def __init__(self, config: Any, submodules: HybridStackSubmodules, **more: Any) -> None:
+        wanted = more.pop("post_layer_norm", True)
+        super().__init__(config, submodules, post_layer_norm=False, **more)
         self.post_layer_norm = wanted
         if wanted and self.post_process:
             self.final_norm = _norm(config)(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)

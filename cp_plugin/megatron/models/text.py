@@ -68,7 +68,7 @@ class Tokens:
 
 def encode(request: Request, tokens: Tokens) -> list[list[int]]:
     """Token ids of the prompts; ValueError for an empty prompt, or ids outside the model's vocabulary."""
-    found = []
+    encoded = []
     for prompt in request.prompts:
         ids = tokens.encode(prompt)
         if not ids:
@@ -80,14 +80,14 @@ def encode(request: Request, tokens: Tokens) -> list[list[int]]:
                 f"--prompt: token ids {strange[:5]} are not in the model's vocabulary of {known}: "
                 "choose the model's tokenizer (--tokenizer-type, --tokenizer-model, or --bytes)"
             )
-        found.append(ids)
-    return found
+        encoded.append(ids)
+    return encoded
 
 
 def require_agreement(request: Request, prompts: list[list[int]]) -> None:
     """ValueError on every rank if their requests differ."""
     everywhere = gather_objects((request, prompts))
-    others = [rank for rank, asked in enumerate(everywhere) if asked != everywhere[0]]
+    others = [rank for rank, other in enumerate(everywhere) if other != everywhere[0]]
     if others:
         raise ValueError(
             f"the ranks disagree on the request: {ranks_named(others)} got a different --prompt or different options "
@@ -125,19 +125,19 @@ def write(
     ):
         started = time.perf_counter()
         logits = it.prefill(batch.to(device), lengths, request.chunk)
-        given = choose(logits)
+        latest = choose(logits)
         prefilled = time.perf_counter()
         steps = 0
         for step in range(request.new_tokens):
             shown = []
-            for sequence, token in enumerate(given.tolist()):
+            for sequence, token in enumerate(latest.tolist()):
                 over[sequence] |= token == tokens.end and not request.ignore_end
                 shown.append(-1 if over[sequence] else token)
                 texts[sequence] += [] if over[sequence] else [token]
             yield shown
             if all(over) or step == request.new_tokens - 1:
                 break
-            given = choose(it.extend(given[:, None])[:, 0])
+            latest = choose(it.extend(latest[:, None])[:, 0])
             steps += 1
         done = time.perf_counter()
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -172,13 +172,13 @@ def flags(saved: tuple[Path, int | None] | None, rest: list[str]) -> list[str]:
     if saved is not None:
         empty = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         model = saved_model.flags(*saved, empty)
-    given = {word.partition("=")[0] for word in rest}
+    names = {word.partition("=")[0] for word in rest}
     ranks: list[str] = []
-    if saved is not None and "--context-parallel-size" not in given:
+    if saved is not None and "--context-parallel-size" not in names:
         tensor = whole_number(peek(rest, "--tensor-model-parallel-size") or "") or 1
         size = int(os.environ["WORLD_SIZE"]) // tensor
         ranks = ["--context-parallel-size", str(size)]
-        if size > 1 and "--cp-provider" not in given and "--cp-linear-attention" not in model:
+        if size > 1 and "--cp-provider" not in names and "--cp-linear-attention" not in model:
             ranks += ["--cp-provider", DEFAULT_PROVIDER]
     return [*model, *NOT_OF_A_MODEL.split(), *ranks, *rest]
 

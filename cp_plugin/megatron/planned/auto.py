@@ -52,18 +52,18 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
         cluster = _cluster(args)
         model, parallel, allowed, packed = question(args, settings)
         allowed = replace(allowed, stock=allowed.stock and not cpu.active())
-        found = answer(Asked(model=model, cluster=cluster.cluster, shapes=[parallel], allowed=allowed))
+        plan = answer(Asked(model=model, cluster=cluster.cluster, shapes=[parallel], allowed=allowed))
     except ValueError as error:
         raise ValueError(f"{_ASKED}: {error}; or name a provider: {', '.join(providers.names())}") from error
     real = allowed.real
     assert real is not None
-    best, stock = _best(found, real, allowed), _stock(found)
+    best, stock = _best(plan, real, allowed), _stock(plan)
     reason = _why_not_stock(args, real, stock) if may_leave and stock is not None else _ELSEWHERE
-    enough = stock is not None and found.beating(stock) is None
+    enough = stock is not None and plan.beating(stock) is None
     leave = enough and not reason
     chosen = stock if leave and stock is not None else best
     tie = "" if stock is None else f"a tie ({off_by(stock.provider, best.provider)})"
-    headline = _describe_ours(found, best, stock)
+    headline = _describe_ours(plan, best, stock)
     if leave:
         headline = (
             f"{chosen.candidate.name}: stock Megatron, nothing is replaced; predicted {_ms(chosen)} ms per attention "
@@ -107,27 +107,27 @@ def _cluster(args: argparse.Namespace) -> Inferred:
         raise ValueError(f"{CLUSTER} {args.cp_cluster} cannot be used: {error}") from error
 
 
-def _best(found: Plan, real: Problem, allowed: Allowed) -> Priced:
+def _best(plan: Plan, real: Problem, allowed: Allowed) -> Priced:
     """The simplest of our methods that tie; ValueError if there is none, or none that fits."""
-    ours = [p for p in found.found if not p.candidate.upstream]
+    ours = [p for p in plan.found if not p.candidate.upstream]
     if not ours:
         reasons = " | ".join(f"{name}: {_why_not(name, real, allowed)}" for name in providers.names())
         raise ValueError(f"{_ASKED}: no provider can run this model. {reasons}")
-    if able := [p for p in ours if found.fits(p)]:
+    if able := [p for p in ours if plan.fits(p)]:
         return simplest(able)
     least = min(ours, key=lambda priced: priced.footprint.total)
     raise ValueError(
         f"{_ASKED}: nothing fits the memory: {least.candidate.name}, the smallest, needs "
-        f"{show_bytes(least.footprint.total)}, and {found.asked.cluster.device.name} has "
-        f"{show_bytes(found.asked.memory)}. Raise --context-parallel-size or --tensor-model-parallel-size, use "
+        f"{show_bytes(least.footprint.total)}, and {plan.asked.cluster.device.name} has "
+        f"{show_bytes(plan.asked.memory)}. Raise --context-parallel-size or --tensor-model-parallel-size, use "
         f"--recompute-granularity full, or name another device with {CLUSTER}"
     )
 
 
-def _stock(found: Plan) -> Priced | None:
+def _stock(plan: Plan) -> Priced | None:
     """The best of Megatron's own methods, if any can run this and fits."""
-    able = [p for p in found.found if p.candidate.upstream and found.fits(p)]
-    return found.best if found.best in able else simplest(able) if able else None
+    able = [p for p in plan.found if p.candidate.upstream and plan.fits(p)]
+    return plan.best if plan.best in able else simplest(able) if able else None
 
 
 def _why_not(name: str, real: Problem, allowed: Allowed) -> str:
@@ -170,9 +170,9 @@ def _flags(priced: Priced) -> str:
     return f"--cp-provider {UPSTREAM} " * priced.candidate.upstream + priced.candidate.flags
 
 
-def _describe_ours(found: Plan, best: Priced, stock: Priced | None) -> str:
+def _describe_ours(plan: Plan, best: Priced, stock: Priced | None) -> str:
     """The choice of one of the plugin's providers, in one line."""
-    setup, ours = best.candidate.setup, [p for p in found.found if not p.candidate.upstream and found.fits(p)]
+    setup, ours = best.candidate.setup, [p for p in plan.found if not p.candidate.upstream and plan.fits(p)]
     tied = [p for p in tying(ours) if p is not best]
     chosen = ", ".join(part for part in (setup.layout, str(setup)) if part)
     parts = [f"{best.candidate.name} ({chosen}): predicted {_ms(best)} ms per attention call"]

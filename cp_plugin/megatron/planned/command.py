@@ -49,10 +49,10 @@ def question(flags: Sequence[str], devices: int) -> tuple[Model, Parallel, Allow
             "--help after -- would only print Megatron's flags: leave it out (cp-plugin plan -h lists plan's own)"
         )
     arguments, environment = (list(flags), sizes.question), {"WORLD_SIZE": str(devices)}
-    (found,) = run_ranks(with_arguments, 1, args=arguments, env=environment, timeout=SECONDS)
-    if isinstance(found, ValueError):
-        raise found
-    return found[:3]
+    (answer,) = run_ranks(with_arguments, 1, args=arguments, env=environment, timeout=SECONDS)
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer[:3]
 
 
 def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Settings], T]) -> T | ValueError:
@@ -116,9 +116,9 @@ def _validate(args: argparse.Namespace) -> None:
         if "data_parallel_size" not in str(error):
             raise
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        given = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in sizes)
+        divided = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in sizes)
         raise ValueError(
-            f"--global-batch-size {args.global_batch_size}: {args.world_size} devices with {given} are "
+            f"--global-batch-size {args.global_batch_size}: {args.world_size} devices with {divided} are "
             f"{args.data_parallel_size} data-parallel ranks, and each needs as many micro-batches: use a multiple of "
             f"{args.data_parallel_size * args.micro_batch_size}, or raise one of these sizes"
         ) from error

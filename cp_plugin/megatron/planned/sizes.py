@@ -100,11 +100,11 @@ def pack_of(args: argparse.Namespace, tokens: int) -> Packed | None:
     if not IndexedDataset.exists(prefix):
         return None
     dataset = IndexedDataset(prefix)  # keeps its lengths mapped
-    rng, left, found = np.random.default_rng(0), tokens, []
+    rng, left, lengths = np.random.default_rng(0), tokens, []
     while left:
-        found.append(min(left, max(1, int(dataset.sequence_lengths[rng.integers(len(dataset))]))))
-        left -= found[-1]
-    return Packed(tuple(found), prefix)
+        lengths.append(min(left, max(1, int(dataset.sequence_lengths[rng.integers(len(dataset))]))))
+        left -= lengths[-1]
+    return Packed(tuple(lengths), prefix)
 
 
 def from_args(args: argparse.Namespace, settings: Settings) -> tuple[Model, Parallel]:
@@ -188,12 +188,12 @@ def _shortest(letters: str) -> str:
 
 
 def _vocab(args: argparse.Namespace) -> int:
-    found = args.vocab_size or args.padded_vocab_size
-    if not found:
+    vocab = args.vocab_size or args.padded_vocab_size
+    if not vocab:
         raise ValueError(
             f"--tokenizer-type {args.tokenizer_type}: the flags do not give the vocabulary size: add --vocab-size"
         )
-    return found
+    return vocab
 
 
 def _parallel(args: argparse.Namespace, settings: Settings) -> Parallel:
