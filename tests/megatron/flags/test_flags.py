@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -69,14 +68,6 @@ def test_upstream_is_stock_megatron(validated: Callable[..., argparse.Namespace]
     assert patching.installed() == [patch.target for patch in hooks.START_UP]
     assert args.create_attention_mask_in_dataloader
     assert not args.calculate_per_token_loss
-
-
-def test_yaml_file_is_refused(adapter: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from megatron.training import arguments
-
-    monkeypatch.setattr(sys, "argv", ["x", "--yaml-cfg", str(tmp_path / "a.yaml"), "--cp-provider=ring"])
-    with pytest.raises(ValueError, match=r"--yaml-cfg .*a.yaml makes Megatron ignore .*, including --cp-provider:"):
-        arguments.parse_args()
 
 
 AUTO = " ".join(
