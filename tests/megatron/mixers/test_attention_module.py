@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,41 +12,34 @@ from oracle import Case, Result, assert_close
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.testing.oracle import softmax_reference
 
+ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+"""A process group of this rank."""
+
 
 @pytest.fixture
-def ring(adapter: None) -> Iterator[None]:
+def ring(adapter: None) -> None:
     """The ring provider switched on, in a process with one context-parallel rank."""
     from cp_plugin.megatron.patches import hooks
 
     hooks.start(Settings(provider="ring"))
-    yield
 
 
-class Alone:
-    """A process group of this rank."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
-def _config(**changes: Any) -> Any:
+def make_config(**changes: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
     return TransformerConfig(**sizes, **{"attention_dropout": 0.0, "hidden_dropout": 0.0} | changes)
 
 
-def _module(config: Any = None, kind: Any = None, **arguments: Any) -> Any:
-    """kind: None: the core attention of softmax layers."""
+def make_layer(config: Any = None, kind: Any = None, **arguments: Any) -> Any:
+    """The core attention of a layer, the first by default; kind: None: by the settings."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from cp_plugin.megatron.mixers.core_attention import CoreAttention
+    from cp_plugin.megatron.mixers.spec import ByLayerNumber
 
     usual = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self", "cp_comm_type": "p2p"}
-    return (kind or CoreAttention)(config or _config(), **usual | arguments)
+    usual["pg_collection"] = SimpleNamespace(tp=ALONE, cp=None)
+    return (kind or ByLayerNumber)(config or make_config(), **usual | arguments)
 
 
 def test_the_mask_of_a_call_and_the_scale_and_softmax_of_a_layer(ring: None) -> None:
@@ -56,7 +48,7 @@ def test_the_mask_of_a_call_and_the_scale_and_softmax_of_a_layer(ring: None) -> 
 
     case = Case(seq_length=12, heads=4, kv_heads=2, causal=False, dtype=torch.float32)
     q, k, v, dout = (x.requires_grad_() for x in case.inputs())
-    module = _module(_config(softmax_type="off-by-one", use_cpu_initialization=True), softmax_scale=0.3)
+    module = make_layer(make_config(softmax_type="off-by-one", use_cpu_initialization=True), softmax_scale=0.3)
     out = module(q, k, v, None, attn_mask_type=AttnMaskType.no_mask, attention_bias=None, packed_seq_params=None)
     assert out.shape == (12, 2, 64)
     grads = torch.autograd.grad(out, (q, k, v), dout.flatten(2))
@@ -68,16 +60,16 @@ def test_layers_and_calls_are_put_to_the_rules(ring: None) -> None:
     """Which test_refusals tries; scaling of queries and keys by the layer's number changes nothing."""
     q, k, v, _ = Case(seq_length=8, heads=4, kv_heads=2, causal=True, dtype=torch.float32).inputs()
     with pytest.raises(ValueError, match=r"--cp-provider ring does not support .*cross attention"):
-        _module(attention_type="cross")
-    module, flat = _module(layer_number=3), (q[:, 0], k[:, 0], v[:, 0], None)
+        make_layer(attention_type="cross")
+    module, flat = make_layer(layer_number=3), (q[:, 0], k[:, 0], v[:, 0], None)
     with pytest.raises(ValueError, match=r"layer 3: --cp-provider ring does not support queries of shape \(8, 4, 16\)"):
         module(*flat)
-    scaled = _module(_config(apply_query_key_layer_scaling=True), layer_number=3)
+    scaled = make_layer(make_config(apply_query_key_layer_scaling=True), layer_number=3)
     assert torch.equal(module(q, k, v, None), scaled(q, k, v, None))
 
 
 def test_it_has_no_parameters_and_loads_what_transformer_engine_saved(ring: None) -> None:
-    module = _module()
+    module = make_layer()
     assert not module.state_dict()
     module.load_state_dict({"_extra_state": torch.empty(0)})
     assert module.load_state_dict({"other": torch.empty(0)}, strict=False).unexpected_keys == ["other"]
@@ -85,12 +77,12 @@ def test_it_has_no_parameters_and_loads_what_transformer_engine_saved(ring: None
 
 def test_a_context_parallel_layer_needs_a_group(ring: None) -> None:
     with pytest.raises(ValueError, match="its pg_collection has no cp group"):
-        _module(_config(context_parallel_size=2), pg_collection=SimpleNamespace(cp=None))
+        make_layer(make_config(context_parallel_size=2))
 
 
 def test_a_softmax_offset_counts_once_in_the_norm_of_gradients(adapter: None) -> None:
     """Taken for replicas, those of tensor-parallel ranks were clipped wrongly (Megatron 7452)."""
     from cp_plugin.megatron.mixers import core_attention as attention
 
-    offset = attention._softmax_offset(_config(softmax_type="learnable", use_cpu_initialization=True))
+    offset = attention._softmax_offset(make_config(softmax_type="learnable", use_cpu_initialization=True))
     assert isinstance(offset, torch.nn.Parameter) and offset.tensor_model_parallel is True

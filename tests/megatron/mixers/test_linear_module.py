@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import test_attention_module
 import torch
 from nightly import one_case
-from test_attention_module import Alone, _config
+from test_attention_module import make_config, make_layer
 from test_startup import _rows
 from training import FIRST_LOSS, train
 from warm import megatrons_own_data
@@ -42,17 +40,9 @@ def _start(variant: str = "gla", pattern: str = "L") -> None:
 
 
 @pytest.fixture
-def gla() -> Iterator[None]:
+def gla(adapter: None) -> None:
     """GLA switched on, in a process with one context-parallel rank."""
     _start()
-    yield
-
-
-def _module(config: Any = None, *, layer: int = 1, kind: Any = None) -> Any:
-    from cp_plugin.megatron.mixers.linear_attention import LinearCoreAttention
-
-    groups = SimpleNamespace(tp=Alone(), cp=None)
-    return test_attention_module._module(config, kind or LinearCoreAttention, layer_number=layer, pg_collection=groups)
 
 
 def test_the_specs_choose_by_the_layers_number(adapter: None) -> None:
@@ -66,10 +56,10 @@ def test_the_specs_choose_by_the_layers_number(adapter: None) -> None:
     _start("lightning", "LLN")
     for provider in (LocalSpecProvider(), TESpecProvider()):
         kind = provider.core_attention()
-        made = [_module(layer=n, kind=kind) for n in range(1, 7)]
+        made = [make_layer(layer_number=n, kind=kind) for n in range(1, 7)]
         assert [type(module) for module in made] == 2 * [LinearCoreAttention, LinearCoreAttention, CoreAttention]
         named = {"layer_number": 3, "attn_mask_type": made[0].attn_mask_type, "attention_type": "self"}
-        assert type(build_module(kind, config=_config(), **named)) is CoreAttention
+        assert type(build_module(kind, config=make_config(), **named)) is CoreAttention
 
 
 @pytest.mark.parametrize("variant", variants())
@@ -77,7 +67,7 @@ def test_it_computes_what_its_layer_does_in_float64(variant: str) -> None:
     """Token by token, where the module's own kernel may be the chunked one; gradients, too."""
     _start(variant)
     for dtype, allowed in ((torch.float32, 1e-3), (torch.bfloat16, 3e-2)):
-        module = _module(_config(params_dtype=dtype), layer=2)
+        module = make_layer(make_config(params_dtype=dtype), layer_number=2)
         assert all(weight.dtype == dtype for weight in module.parameters())
         if dtype != torch.float32 and module.linear.variant.features.learned_norm:
             continue  # which squares the error of sums that may be small
@@ -99,7 +89,7 @@ def test_it_computes_what_its_layer_does_in_float64(variant: str) -> None:
 
 
 def test_all_weights_are_marked_as_divided_but_the_gates_first_factor(gla: None) -> None:
-    weights = dict(_module().named_parameters())
+    weights = dict(make_layer().named_parameters())
     assert {name: w.shape for name, w in weights.items()} == {
         "linear.gain": (64,),
         "gate.down": (16, 64),
@@ -112,10 +102,10 @@ def test_all_weights_are_marked_as_divided_but_the_gates_first_factor(gla: None)
 
 
 def test_layers_and_heads_begin_with_weights_of_their_own(gla: None) -> None:
-    first, second = (_module(layer=n).gate for n in (1, 2))
+    first, second = (make_layer(layer_number=n).gate for n in (1, 2))
     assert not torch.equal(first.down, second.down) and not torch.equal(first.up, second.up)
     assert not torch.equal(first.up[0], first.up[1])
-    assert torch.equal(first.up, _module(layer=1).gate.up)
+    assert torch.equal(first.up, make_layer(layer_number=1).gate.up)
 
 
 @pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm"])
@@ -142,7 +132,7 @@ def test_the_gate_sees_what_a_projection_with_a_norm_inside_sees(gla: None, norm
 def test_calls_and_layers_it_does_not_support(gla: None) -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
-    module = _module()
+    module = make_layer()
     q, k = torch.randn(8, 2, 4, 16), torch.randn(8, 2, 2, 16)
     with pytest.raises(
         ValueError, match=r"^layer 1: --cp-linear-attention gla got no gate, which is computed in get_query_"
@@ -151,7 +141,7 @@ def test_calls_and_layers_it_does_not_support(gla: None) -> None:
     with pytest.raises(ValueError, match=r"^layer 1: linear attention is causal, but got the mask type no_mask"):
         module(q, k, k, None, attn_mask_type=AttnMaskType.no_mask)
     with pytest.raises(ValueError, match=r"^--cp-linear-attention gla does not support a sliding window"):
-        _module(_config(window_size=(8, 0)))
+        make_layer(make_config(window_size=(8, 0)))
 
 
 def test_audit_names_both_kinds(capfd: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from quantizing import (
     quantize_stock_attention,
     whole,
 )
-from test_attention_module import _module
+from test_attention_module import make_layer
 from torch import Tensor
 from training import compare, train
 
@@ -187,7 +187,7 @@ def attention(packed: bool = False) -> Any:
     from cp_plugin.megatron.patches import hooks
 
     hooks.start(Settings(provider="ring"))
-    return _module(attn_mask_type=AttnMaskType.padding_causal if packed else AttnMaskType.causal)
+    return make_layer(attn_mask_type=AttnMaskType.padding_causal if packed else AttnMaskType.causal)
 
 
 def qkv(*leading: int) -> list[Tensor]:

@@ -4,7 +4,6 @@ and ``process_mtp_loss`` counts tokens by the sum of the mask. Stand-ins with th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,24 +65,16 @@ def _loss(
     return hidden
 
 
-@dataclass
-class Group:
+def group_of(cp: ContextParallel) -> SimpleNamespace:
     """Stands in for a process group."""
-
-    cp: ContextParallel
-
-    def rank(self) -> int:
-        return self.cp.mesh.index
-
-    def size(self) -> int:
-        return self.cp.size
+    return SimpleNamespace(cp=cp, rank=lambda: cp.mesh.index, size=lambda: cp.size)
 
 
-ALONE = Group(ContextParallel("ring"))
+ALONE = group_of(ContextParallel("ring"))
 
 
-def _on_two_ranks(call: Callable[[Group], Tensor]) -> list[Tensor]:
-    return run_threads(lambda mesh: call(Group(ContextParallel("ring", mesh=mesh, layout="zigzag"))), {"cp": 2})
+def run_two_ranks(call: Callable[[Any], Any]) -> list[Any]:
+    return run_threads(lambda mesh: call(group_of(ContextParallel("ring", mesh=mesh, layout="zigzag"))), {"cp": 2})
 
 
 @pytest.fixture
@@ -109,20 +100,15 @@ def test_gradients_of_two_ranks_are_those_of_one(roll: Callable[..., Any], per_t
     hidden = torch.randn(3, 16, 1, 1, generator=torch.Generator().manual_seed(0))
     config = SimpleNamespace(mtp_num_layers=2, calculate_per_token_loss=per_token)
 
-    def gradient(group: Group) -> Tensor:
+    def gradient(group: Any) -> Tensor:
         leaf = torch.cat([group.cp.shard(part, 0) for part in hidden]).requires_grad_()
-        out = mtp.replace_process_mtp_loss(_loss)(
-            leaf,
-            group.cp.shard(labels, 1),
-            group.cp.shard(mask, 1),
-            config,
-            cp_group=group,
-        )
-        (found,) = torch.autograd.grad(out.sum(), leaf)
-        return found.view(3, -1)[1:]  # the main loss's own is on every rank
+        shards = (group.cp.shard(x, 1) for x in (labels, mask))
+        out = mtp.replace_process_mtp_loss(_loss)(leaf, *shards, config, cp_group=group)
+        (grad,) = torch.autograd.grad(out.sum(), leaf)
+        return grad.view(3, -1)[1:]  # the main loss's own is on every rank
 
     want = gradient(ALONE)
-    for number, got in enumerate(_on_two_ranks(gradient)):
+    for number, got in enumerate(run_two_ranks(gradient)):
         rows = want.unflatten(1, (4, 4))[:, [number, 3 - number]].flatten(1)
         torch.testing.assert_close(got / (1 if per_token else 2), rows)
 
@@ -132,12 +118,12 @@ def test_several_tensors_are_rolled_at_once_and_filled(roll: Callable[..., Any])
     ends = torch.tensor([0, 5, 16], dtype=torch.int32)
     for packed in (None, pack_of(ends, ends)):
 
-        def rolled(group: Group, packed: Any = packed) -> list[Tensor]:
-            mine = group.cp.shard(tokens, 1)
-            return roll([mine, mine > 8], cp_group=group, packed_seq_params=packed, fill_values=[0, True])
+        def rolled(group: Any, packed: Any = packed) -> list[Tensor]:
+            shard = group.cp.shard(tokens, 1)
+            return roll([shard, shard > 8], cp_group=group, packed_seq_params=packed, fill_values=[0, True])
 
         want = rolled(ALONE)
-        for number, got in enumerate(_on_two_ranks(rolled)):
+        for number, got in enumerate(run_two_ranks(rolled)):
             assert [x.dtype for x in got] == [torch.int64, torch.bool]
             rows = [x.unflatten(1, (4, 4))[:, [number, 3 - number]].flatten(1) for x in want]
             assert all(torch.equal(x, y) for x, y in zip(got, rows, strict=True))
