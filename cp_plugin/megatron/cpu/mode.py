@@ -48,7 +48,6 @@ _EXPECTED_WARNINGS = (
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Megatron requires 1, to order communication by CUDA's queues, and something else for fully sharded parameters."""
 
-
 FLAGS: Mapping[str, tuple[Any, str]] = {
     "transformer_impl": ("local", "--transformer-impl local"),
     "distributed_backend": ("gloo", "--distributed-backend gloo"),
@@ -297,14 +296,6 @@ PATCHES = (
 )
 
 
-COMPILE = Patch(
-    "megatron.core.datasets.utils:compile_helpers",
-    lambda original: lambda: None,
-    "the dataset helper of a wheel, which is compiled",
-    required=False,
-)
-
-
 def use_compiled_helper() -> None:
     """Skip Megatron's compilation of its dataset helper if the helper can be imported; imports megatron.core.
 
@@ -314,4 +305,5 @@ def use_compiled_helper() -> None:
         importlib.import_module("megatron.core.datasets.helpers_cpp")
     except ImportError:
         return
-    patching.install([COMPILE], "process")
+    target, reason = "megatron.core.datasets.utils:compile_helpers", "the dataset helper of a wheel, which is compiled"
+    patching.install([Patch(target, lambda original: lambda: None, reason, required=False)], "process")

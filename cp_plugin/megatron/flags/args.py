@@ -213,6 +213,11 @@ def settings_from(args: argparse.Namespace) -> Settings:
         linear, options = linear_flags.divided(linear, name, options)
     if options.layout is not None:
         get_layout(options.layout)
+    if args.cp_recompute_attention and args.recompute_granularity is None:
+        raise ValueError(
+            "--cp-recompute-attention has no effect without --recompute-granularity: add --recompute-granularity "
+            "selective, or leave --cp-recompute-attention out"
+        )
     return Settings(
         provider=name or UPSTREAM,
         options=options,
@@ -223,7 +228,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         check_every=_check_every(args, 0),
         identities_every=_check_every(args, IDENTITIES_EVERY),
         verbose=bool(args.cp_verbose),
-        recompute_attention=_recompute_attention(args),
+        recompute_attention=bool(args.cp_recompute_attention),
         pad_sequence=bool(args.cp_pad_sequence),
     )
 
@@ -280,15 +285,6 @@ def _check_every(args: argparse.Namespace, default: int) -> int:
     if number is None:
         raise ValueError(f"--cp-check-every {text}: write a number of iterations, such as 100, or 0 for never")
     return number
-
-
-def _recompute_attention(args: argparse.Namespace) -> bool:
-    if args.cp_recompute_attention and args.recompute_granularity is None:
-        raise ValueError(
-            "--cp-recompute-attention has no effect without --recompute-granularity: add --recompute-granularity "
-            "selective, or leave --cp-recompute-attention out"
-        )
-    return bool(args.cp_recompute_attention)
 
 
 def _refuse_without_provider(args: argparse.Namespace, name: str | None, used: str) -> None:

@@ -115,12 +115,10 @@ def linear_from(args: argparse.Namespace) -> Linear | None:
         refuse_idle(idle, " without --cp-linear-attention: " + kinds + ", or leave {them} out")
         return None
     one_of("--cp-linear-attention", variant, variants())
-    linear = Linear(variant=variant)
-    if provider is not None:
-        one_of("--cp-linear-provider", provider, providers.names("linear"))
-        linear = replace(linear, provider=provider)
-    if pattern is not None:
-        linear = replace(linear, pattern=_pattern(pattern))
+    chosen = {"provider": provider, "pattern": pattern}
+    linear = Linear(variant=variant, **{name: text for name, text in chosen.items() if text is not None})
+    one_of("--cp-linear-provider", linear.provider, providers.names("linear"))
+    _check_pattern(linear.pattern)
     return linear
 
 
@@ -190,7 +188,7 @@ def attribute(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _pattern(text: str) -> str:
+def _check_pattern(text: str) -> None:
     if not text or set(text) - {LINEAR, SOFTMAX}:
         raise ValueError(
             f"--cp-layer-pattern {text}: write {LINEAR} for a linear layer and {SOFTMAX} for a softmax layer, such as "
@@ -200,7 +198,6 @@ def _pattern(text: str) -> str:
         raise ValueError(
             f"--cp-layer-pattern {text} has no linear layer ({LINEAR}): add one, or leave --cp-linear-attention out"
         )
-    return text
 
 
 def check_layout(linear: str, layout: str) -> None:

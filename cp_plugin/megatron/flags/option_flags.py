@@ -13,14 +13,9 @@ from cp_plugin.engine.core.options import Option, Options
 from cp_plugin.engine.methods import registry as providers
 
 
-def all_options() -> list[Option]:
-    """All options; each has a flag."""
-    return list(providers.registry().options.values())
-
-
 def add_option_flags(group: argparse._ArgumentGroup) -> None:
     """Declare the flags."""
-    for option in all_options():
+    for option in providers.registry().options.values():
         taking = takers(option)
         some = f"; with {', '.join(taking)}" if taking != providers.names() else ""
         group.add_argument(
@@ -45,7 +40,8 @@ def takes(provider: str, option: str) -> bool:
 
 def chosen_options(args: argparse.Namespace) -> list[Option]:
     """The options whose flags were given a value other than ``auto``."""
-    return [option for option in all_options() if getattr(args, option.attribute, None) not in (None, option.unset)]
+    options = providers.registry().options.values()
+    return [option for option in options if getattr(args, option.attribute, None) not in (None, option.unset)]
 
 
 def options_from(args: argparse.Namespace) -> Options:
@@ -63,4 +59,5 @@ def options_from(args: argparse.Namespace) -> Options:
 
 def shown(options: Options) -> dict[str, str]:
     """Flag -> value as on a command line, for all chosen options but layout and kernel."""
-    return {option.flag: show_option(options.chosen[option]) for option in all_options() if option in options.chosen}
+    declared = providers.registry().options.values()
+    return {option.flag: show_option(options.chosen[option]) for option in declared if option in options.chosen}

@@ -123,7 +123,5 @@ def _words(action: argparse.Action, value: Any) -> list[str]:
         return [name, value.name]
     if isinstance(value, list | tuple):
         items = [str(item) for item in value]
-        return (
-            [name, *items] if action.nargs in ("+", "*") or isinstance(action.nargs, int) else [name, ",".join(items)]
-        )
+        return [name, ",".join(items)] if action.nargs in (None, "?") else [name, *items]
     return [f"{name}={value}"] if str(value).startswith("-") else [name, str(value)]

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.cpu.mode import use_compiled_helper
+from cp_plugin.megatron.rules.rule import value_of
 from cp_plugin.megatron.rules.run import packed_by
 
 # b: micro-batch, s: sequence; which entries exist depends on the run
@@ -81,7 +82,7 @@ def train() -> None:
 
 def refuse(args: argparse.Namespace) -> None:
     """ValueError naming every given flag that this pretraining does not support."""
-    refused = [flag for flag in UNSUPPORTED if getattr(args, flag.removeprefix("--").replace("-", "_"), None)]
+    refused = [flag for flag in UNSUPPORTED if value_of(args, flag)]
     if args.mtp_num_layers and args.pipeline_model_parallel_layout:
         refused.append("--mtp-num-layers with --pipeline-model-parallel-layout")
     if refused:

@@ -14,6 +14,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+import torch
+
 from cp_plugin.engine.common import refusals
 from cp_plugin.engine.common.versions import require_megatron
 from cp_plugin.megatron.flags import early, stops
@@ -83,7 +85,9 @@ def _validated(flags: list[str]) -> tuple[argparse.Namespace, Settings]:
     sharded = {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(flags)
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if sharded else "1"  # Megatron requires either
     cpu.activate()
-    _pretend_gpu()
+    torch.cuda.get_device_capability = lambda *_: CAPABILITY  # CPU mode answers the rest
+    major, minor = CAPABILITY
+    torch.cuda.get_device_properties = lambda *_: argparse.Namespace(name="GPU", major=major, minor=minor)
     from megatron.training import arguments
 
     def ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -122,15 +126,6 @@ def _validate(args: argparse.Namespace) -> None:
             f"{args.data_parallel_size} data-parallel ranks, and each needs as many micro-batches: use a multiple of "
             f"{args.data_parallel_size * args.micro_batch_size}, or raise one of these sizes"
         ) from error
-
-
-def _pretend_gpu() -> None:
-    """Answer Megatron's queries of the GPU's capability; CPU mode answers the rest."""
-    import torch
-
-    major, minor = CAPABILITY
-    torch.cuda.get_device_capability = lambda *_: CAPABILITY
-    torch.cuda.get_device_properties = lambda *_: argparse.Namespace(name="GPU", major=major, minor=minor)
 
 
 def _check_config(args: argparse.Namespace) -> None:

@@ -123,6 +123,11 @@ def _model(args: argparse.Namespace, settings: Settings) -> Model:
     head_dim, v_head_dim = head_sizes(args)
     grouped = args.group_query_attention and not latent
     experts = args.num_experts or 1
+    vocab = args.vocab_size or args.padded_vocab_size
+    if not vocab:
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type}: the flags do not give the vocabulary size: add --vocab-size"
+        )
     return Model(
         name="the model",
         layers=args.num_layers,
@@ -133,7 +138,7 @@ def _model(args: argparse.Namespace, settings: Settings) -> Model:
         v_head_dim=v_head_dim,
         ffn_hidden=args.ffn_hidden_size,
         gated=bool(args.swiglu or getattr(args, "quick_geglu", False)),
-        vocab=_vocab(args),
+        vocab=vocab,
         tied=not args.untie_embeddings_and_output_weights,
         positions=args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
         norm="rms" if args.normalization == "RMSNorm" else "layer",
@@ -185,15 +190,6 @@ def _shortest(letters: str) -> str:
     return next(
         letters[:n] for n in range(1, len(letters) + 1) if (letters[:n] * len(letters))[: len(letters)] == letters
     )
-
-
-def _vocab(args: argparse.Namespace) -> int:
-    vocab = args.vocab_size or args.padded_vocab_size
-    if not vocab:
-        raise ValueError(
-            f"--tokenizer-type {args.tokenizer_type}: the flags do not give the vocabulary size: add --vocab-size"
-        )
-    return vocab
 
 
 def _parallel(args: argparse.Namespace, settings: Settings) -> Parallel:
