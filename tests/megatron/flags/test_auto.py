@@ -47,10 +47,10 @@ def test_printed_flags_reproduce_the_training(tmp_path: Path, capfd: pytest.Capt
 
 
 @pytest.fixture
-def on_gpus(
+def decide_on_gpus(
     validated: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[argparse.Namespace, Settings]]:
-    """``on_gpus(flags)``: arguments and settings once ``auto`` has decided for a DGX H100."""
+    """``decide_on_gpus(flags)``: arguments and settings once ``auto`` has decided for a DGX H100."""
     from cp_plugin.megatron.planned import auto
 
     def decided(flags: str = "", **named: bool) -> tuple[argparse.Namespace, Settings]:
@@ -76,7 +76,7 @@ def on_gpus(
     ],
 )
 def test_stock_megatron_without_a_significant_gain(
-    on_gpus: Any,
+    decide_on_gpus: Any,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     flags: str,
@@ -90,7 +90,7 @@ def test_stock_megatron_without_a_significant_gain(
 
     monkeypatch.setattr(Plan, "beating", lambda plan, stock: None if ties else plan.best)
     monkeypatch.setattr(auto.importlib.util, "find_spec", lambda name: engine or None)
-    args, settings = on_gpus(flags, may_leave=True)
+    args, settings = decide_on_gpus(flags, may_leave=True)
     text = capsys.readouterr().out
     by_hand = told(text, "equivalent flags without the planner: ")
     assert settings.active == (not left) and settings.planned and args.cp_cluster is None
@@ -191,7 +191,7 @@ def test_auto_may_choose_a_provider_without_sums(
     narrow = "--cp-gradient-dtype model"
     auto = f"{AUTO} --bf16 --cp-cluster h100-1-per-node {narrow}"
     with monkeypatch.context() as patch:
-        ulysses = lambda found, *_: next(p for p in found.found if p.candidate.name == "ulysses")  # noqa: E731
+        ulysses = lambda plan, *_: next(p for p in plan.found if p.candidate.name == "ulysses")  # noqa: E731
         patch.setattr(planned, "_best", ulysses)
         args = validated(f"{auto} --num-query-groups 4")
     assert runtime.settings().provider == "ulysses" and args.cp_gradient_dtype is None
@@ -213,20 +213,20 @@ def test_nothing_fits_the_memory(validated: Callable[..., argparse.Namespace], t
 def test_inferred_clusters() -> None:
     h100, packaged = "NVIDIA H100 80GB HBM3", hardware.cluster("dgx-h100")
 
-    def of(gpu: str, per_node: int, ranks: int) -> hardware.Inferred:
+    def infer(gpu: str, per_node: int, ranks: int) -> hardware.Inferred:
         return hardware.cluster_of(gpu, per_node, ranks, "--cp-cluster")
 
-    assert of(h100, 8, 64) == (packaged, f"dgx-h100, inferred from {h100} and 8 ranks per node")
-    one_node = of(h100, 4, 4).cluster
+    assert infer(h100, 8, 64) == (packaged, f"dgx-h100, inferred from {h100} and 8 ranks per node")
+    one_node = infer(h100, 4, 4).cluster
     assert (one_node.per_node, one_node.intra, one_node.device) == (4, packaged.intra, packaged.device)
-    assert of("cpu", 3, 6).cluster.per_node == 3
+    assert infer("cpu", 3, 6).cluster.per_node == 3
     for gpu, per_node, message in (
         ("NVIDIA GeForce RTX 4090", 8, r"no profile for the GPU 'NVIDIA GeForce RTX 4090' \(.*--cp-cluster with one"),
         (h100, 4, r"4 ranks per node: the network is unknown \(dgx-h100 has 8 per node, h100-1"),
         ("NVIDIA A100-SXM4-40GB", 8, "no packaged cluster has these GPUs"),
     ):
         with pytest.raises(ValueError, match=message):
-            of(gpu, per_node, 64)
+            infer(gpu, per_node, 64)
     assert set(hardware.GPUS.values()) <= set(hardware.devices())
     assert hardware.local_ranks({"LOCAL_WORLD_SIZE": "4"}, 8, 64) == 4
     assert [hardware.local_ranks({}, seen, ranks) for seen, ranks in ((8, 64), (8, 2), (0, 2))] == [8, 2, 1]

@@ -113,15 +113,15 @@ def settings_as_written(drawn: tuple[list[str], int]) -> str:
     except (ValueError, argparse.ArgumentError, SystemExit) as refused:
         assert len(str(refused)) > 1
         return "refused"
-    given = dict(word.partition("=")[::2] for word in line)
+    typed = dict(word.partition("=")[::2] for word in line)
     shown = option_flags.shown(read.options)
-    wrong = {n: shown[n] for n in given.keys() & shown.keys() if given[n] not in ("auto", "off", "none", shown[n])}
-    if given.get("--cp-provider", read.provider) != read.provider:
+    wrong = {n: shown[n] for n in typed.keys() & shown.keys() if typed[n] not in ("auto", "off", "none", shown[n])}
+    if typed.get("--cp-provider", read.provider) != read.provider:
         wrong["--cp-provider"] = read.provider
     if read.active:
         own = {"--cp-check-every": str(read.check_every), "--cp-selfcheck": "once" if read.selfcheck else "off"}
-        wrong |= {name: text for name, text in own.items() if given.get(name, text) != text}
-        wrong |= {"--cp-pad-sequence": ""} if read.pad_sequence != ("--cp-pad-sequence" in given) else {}
+        wrong |= {name: text for name, text in own.items() if typed.get(name, text) != text}
+        wrong |= {"--cp-pad-sequence": ""} if read.pad_sequence != ("--cp-pad-sequence" in typed) else {}
     assert not wrong, f"read as {wrong}"
     return "accepted"
 
@@ -133,11 +133,11 @@ def validated(line: list[str]) -> str:
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "micro_batch_size", "context_parallel_size")
     with undone():
         os.environ["WORLD_SIZE"] = "4"
-        found = planned.with_arguments(line, lambda args, _: {name: getattr(args, name) for name in sizes})
-    if isinstance(found, ValueError):
-        assert len(str(found)) > 3 and "Traceback" not in str(found), found
+        sizes_read = planned.with_arguments(line, lambda args, _: {name: getattr(args, name) for name in sizes})
+    if isinstance(sizes_read, ValueError):
+        assert len(str(sizes_read)) > 3 and "Traceback" not in str(sizes_read), sizes_read
         return "refused"
-    same_numbers(line, found)
+    same_numbers(line, sizes_read)
     return "accepted"
 
 
@@ -235,11 +235,11 @@ PLANTED: dict[str, tuple[str, Any, Callable[[], str], str]] = {
 def test_a_planted_fault_is_found(fault: str, _cpu_megatron: None) -> None:
     where, planted, check, said = PLANTED[fault]
 
-    def found() -> None:
+    def check_twice() -> None:
         check()
         with patch(f"cp_plugin.{where}", planted), pytest.raises(AssertionError) as raised:
             check()
         print(raised.value)
 
-    ended = in_a_fork(found)
+    ended = in_a_fork(check_twice)
     assert said in ended.stdout, ended.stdout + ended.stderr

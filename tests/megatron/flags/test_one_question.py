@@ -96,9 +96,9 @@ class Case(NamedTuple):
 
     @property
     def machine(self) -> hardware.Cluster:
-        found = hardware.cluster("dgx-h100")
-        device = found.device.model_copy(update={"memory_bytes": 1e9 * self.memory or found.device.memory_bytes})
-        return found.model_copy(update={"device": device})
+        cluster = hardware.cluster("dgx-h100")
+        device = cluster.device.model_copy(update={"memory_bytes": 1e9 * self.memory or cluster.device.memory_bytes})
+        return cluster.model_copy(update={"device": device})
 
 
 GROUP = 6
@@ -109,17 +109,17 @@ CASES = [Case.drawn(seed) for seed in range(int(os.environ.get("CP_PLUGIN_FUZZ",
 def asked_by_flags(group: int) -> list[tuple[Any, ...]]:
     """Each case's question by stock's flags, with a provider, and with ``auto``, whose answer and choice follow."""
 
-    def asked(case: Case, args: argparse.Namespace, settings: Settings) -> tuple[Any, ...]:
+    def answer_question(case: Case, args: argparse.Namespace, settings: Settings) -> tuple[Any, ...]:
         from cp_plugin.megatron.planned import auto
 
-        found: list[Plan] = []
+        plans: list[Plan] = []
         pack = sizes.Packed(document_lengths(case.documents, case.tokens), "") if case.documents else None
         with (
             patch.object(sizes, "pack_of", lambda *_: pack),
             patch.object(auto.cpu, "active", lambda: False),
             patch.object(auto, "_cluster", lambda _: Inferred(case.machine, "")),
             patch.object(auto, "_why_not_stock", lambda *_: ""),
-            patch.object(auto, "answer", lambda asked: found.append(answer(asked)) or found[-1]),
+            patch.object(auto, "answer", lambda question: plans.append(answer(question)) or plans[-1]),
         ):
             question = sizes.question(args, settings)[:3]
             if not settings.undecided:
@@ -129,16 +129,16 @@ def asked_by_flags(group: int) -> list[tuple[Any, ...]]:
             except ValueError as error:
                 assert "nothing fits" in str(error)
         chosen = settings.provider if settings.active else f"stock {args.cp_comm_type[0]}"
-        return question, *(told(plan) for plan in found or [None]), chosen
+        return question, *(told(plan) for plan in plans or [None]), chosen
 
     def body() -> Any:
-        found = []
+        answers = []
         for case in CASES[group * GROUP : (group + 1) * GROUP]:
             os.environ["WORLD_SIZE"] = str(case.devices)
             ways = ([], ["--cp-provider", *case.provider.split()], ["--cp-provider", "auto"])
-            each = (planned.with_arguments([*case.flags, *way], partial(asked, case)) for way in ways)
-            found.append([item for way in each for item in (way if type(way) is tuple else [way])])
-        return found
+            each = (planned.with_arguments([*case.flags, *way], partial(answer_question, case)) for way in ways)
+            answers.append([item for way in each for item in (way if type(way) is tuple else [way])])
+        return answers
 
     return run_ranks(body, 1, env={"WORLD_SIZE": "8"}, timeout=300)[0]
 
@@ -158,9 +158,9 @@ def test_one_question_has_one_answer(number: int, monkeypatch: pytest.MonkeyPatc
     stock, provided, undecided, by_auto, chosen = answers
     assert stock == provided == undecided
     named = from_name(case.name, case.devices, case.tokens, machine := case.machine, case.fixed)
-    asked = flags.packed(replace(named, model=case.model), case.documents or None)
+    question = flags.packed(replace(named, model=case.model), case.documents or None)
     try:
-        by_python = told(answer(fitting(asked)))
+        by_python = told(answer(fitting(question)))
         assert not by_python["methods"][0]["fits"] or chosen == by_python["methods"][0]["method"]
     except ValueError as error:
         by_python = {}
@@ -199,10 +199,10 @@ def test_what_the_rules_refuse_is_not_recommended() -> None:
         split = f"{LLAMA} --context-parallel-size 4 --tensor-model-parallel-size 8 --sequence-parallel"
         return [planned.with_arguments(f"{split} {flags}".split(), sizes.question) for flags in STOCK_ALONE]
 
-    asked = run_ranks(body, 1, env={"WORLD_SIZE": "32"})[0]
-    for refused, (found, parallel, allowed, _) in zip(STOCK_ALONE.values(), asked, strict=True):
+    questions = run_ranks(body, 1, env={"WORLD_SIZE": "32"})[0]
+    for refused, (described, parallel, allowed, _) in zip(STOCK_ALONE.values(), questions, strict=True):
         question = Asked(
-            model=found, cluster=hardware.cluster("dgx-h100"), shapes=[parallel], allowed=allowed, limit=1e13
+            model=described, cluster=hardware.cluster("dgx-h100"), shapes=[parallel], allowed=allowed, limit=1e13
         )
         plan = as_json(answer(question))
         assert bool(refused) == all(method["method"].startswith("stock ") for method in plan["methods"])

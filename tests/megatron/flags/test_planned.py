@@ -64,10 +64,10 @@ def counted(flags: str, devices: int) -> tuple[Model, Parallel, float, float]:
         from megatron.training.training import num_floating_point_operations
 
         args, settings = planned._validated(flags.split())
-        found, parallel = from_args(args, settings)
+        described, parallel = from_args(args, settings)
         args.padded_vocab_size = parallel.padded(args.vocab_size)
         nbytes = theory.compute_weight_and_optimizer_memory(args)
-        return found, parallel, num_floating_point_operations(args, args.global_batch_size), nbytes
+        return described, parallel, num_floating_point_operations(args, args.global_batch_size), nbytes
 
     return run_ranks(body, 1, env={"WORLD_SIZE": str(devices)}, output="all")[0]
 
@@ -78,15 +78,15 @@ def counted(flags: str, devices: int) -> tuple[Model, Parallel, float, float]:
 )
 def test_operations_and_bytes_match_megatron(flags: str, name: str) -> None:
     """Operations of an iteration, bytes of parameters and optimizer; sizes of models in the catalogue."""
-    found, p, flops, nbytes = counted(flags, 64)
-    assert evidence_flops.training(found, p.seq_length, p.global_batch) == pytest.approx(flops, rel=0.01)
-    first = footprint(found, p)
+    described, p, flops, nbytes = counted(flags, 64)
+    assert evidence_flops.training(described, p.seq_length, p.global_batch) == pytest.approx(flops, rel=0.01)
+    first = footprint(described, p)
     nbytes += 18 * LEFT_OUT.get(name, 0)
     assert first.stage == 0
     assert first.parameters + first.gradients + first.optimizer == pytest.approx(nbytes, rel=2e-3 if name else 5e-3)
     if name:
         total = whole(model(name)).total
-        assert whole(found).total == pytest.approx(total, rel=1e-5)
+        assert whole(described).total == pytest.approx(total, rel=1e-5)
 
 
 def words_of(planned_flags: str) -> list[str]:
@@ -106,10 +106,10 @@ def words_of(planned_flags: str) -> list[str]:
 )
 def test_parameters_match_built_models(flags: str) -> None:
     (record,) = training.train(1, flags)
-    found, *_ = planned.question(words_of(flags), 1)
-    padding = 128 - found.vocab
+    described, *_ = planned.question(words_of(flags), 1)
+    padding = 128 - described.vocab
     got = sum(weight.numel() for weight in record.weights.values())
-    assert got == whole(found).total + 2 * padding * found.hidden
+    assert got == whole(described).total + 2 * padding * described.hidden
 
 
 FULL = "--recompute-granularity full --recompute-method"
@@ -151,8 +151,8 @@ READ: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("flags", READ)
 def test_divisions_and_kinds_of_layers(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
     devices, expected = READ[flags]
-    found, parallel, _ = planned.question(f"{LLAMA} {flags}".split(), devices)
-    of = found if "attention_pattern" in expected else parallel
+    described, parallel, _ = planned.question(f"{LLAMA} {flags}".split(), devices)
+    of = described if "attention_pattern" in expected else parallel
     assert {name: getattr(of, name) for name in expected} == expected
     assert devices != 64 or parallel == Parallel(**expected)
     assert capfd.readouterr() == ("", "")
@@ -194,10 +194,10 @@ def test_arguments_of_a_running_training(validated: Any) -> None:
     from cp_plugin.megatron import runtime
 
     args = validated("--context-parallel-size 4 --cp-provider ring")
-    found, parallel = from_args(args, runtime.settings())
-    assert (found.kv_heads, found.vocab, parallel.context, parallel.dtype) == (2, 127, 4, "float32")
+    described, parallel = from_args(args, runtime.settings())
+    assert (described.kv_heads, described.vocab, parallel.context, parallel.dtype) == (2, 127, 4, "float32")
     again, same = planned.question(words_of("--context-parallel-size 4 --cp-provider ring"), 4)[:2]
-    assert (again, same) == (found, parallel)
+    assert (again, same) == (described, parallel)
 
 
 HIDDEN, FFN, SHARED, TOKENS, BATCH = 256, 512, 128, 128, 2
@@ -293,6 +293,6 @@ def test_saved_activations_of_a_layer(
         first, *_ = training.train(ranks, f"{flags} {PLUGIN}", model=words, ask=saved_bytes)
         measured.append(first.result[0])
     command = f"{words} {training.DATA} {training.SGD} --train-iters 1 {flags} {PLUGIN}"
-    found, parallel = planned.question(command.split(), ranks)[:2]
-    counted = activations.whole(found, parallel, 0) + beyond
+    described, parallel = planned.question(command.split(), ranks)[:2]
+    counted = activations.whole(described, parallel, 0) + beyond
     assert counted <= measured[1] - measured[0] <= counted + uncounted

@@ -72,8 +72,8 @@ def test_every_rule_refuses_its_example(monkeypatch: pytest.MonkeyPatch) -> None
     for group, (make, examples) in SUBJECTS.items():
         for rule in checks.RULES[group]:
             if rule.name in examples:
-                names, given = examples[rule.name]
-                check(rule, rule.message(make(**given)), names)
+                names, fields_set = examples[rule.name]
+                check(rule, rule.message(make(**fields_set)), names)
             elif rule is not fields.UNKNOWN:  # the flag's own rule, which reads a layer's configuration, too
                 name = attribute(rule.name)
                 check(rule, rule.message(make({name: getattr(run_of(rule.example).args, name)})), rule.name)
@@ -107,13 +107,13 @@ def test_every_field_that_megatron_reads_is_known() -> None:
     import megatron.core
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    found = fields.read(Path(megatron.core.__path__[0])) & set(MLATransformerConfig.__dataclass_fields__)
-    assert {"window_size", "qk_head_dim", "mamba_head_dim", "linear_conv_kernel_dim", "deterministic_mode"} <= found
-    assert found <= fields.KNOWN.keys() | {attribute(rule.name) for rule in checks.TRAINING}
+    names = fields.read(Path(megatron.core.__path__[0])) & set(MLATransformerConfig.__dataclass_fields__)
+    assert {"window_size", "qk_head_dim", "mamba_head_dim", "linear_conv_kernel_dim", "deterministic_mode"} <= names
+    assert names <= fields.KNOWN.keys() | {attribute(rule.name) for rule in checks.TRAINING}
 
 
 @pytest.mark.parametrize(
-    ("reads", "given", "refused"),
+    ("reads", "values", "refused"),
     [
         ("self.config.attn_cap", {"attn_cap": 0.5}, "--attn-cap 0.5: Megatron's own attention"),
         ('getattr(config, "attn_cap", None)', {"attn_cap": 0.5}, "leave it out"),
@@ -123,7 +123,7 @@ def test_every_field_that_megatron_reads_is_known() -> None:
     ],
 )
 def test_a_new_field_of_attention_is_refused(
-    reads: str, given: dict[str, Any], refused: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reads: str, values: dict[str, Any], refused: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where its attention reads it, and it has neither its default nor what the configuration derives itself."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -142,7 +142,7 @@ def test_a_new_field_of_attention_is_refused(
     (tmp_path / "transformer/dot_product_attention.py").write_text(attention)
     place = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(fields, "find_spec", lambda name: place)
-    config = New(num_layers=1, hidden_size=8, num_attention_heads=1, attention_dropout=0.0, **given)
+    config = New(num_layers=1, hidden_size=8, num_attention_heads=1, attention_dropout=0.0, **values)
     said = [text for rule in layers.LAYER if (text := rule.message(layers.Layer(args=config, settings=RING)))]
     assert refused in said[0] if refused else not said
 
@@ -169,8 +169,8 @@ def test_no_rule_applies_to_a_plain_run(bridge_stub: None) -> None:
 def test_a_pack_may_name_the_layout_of_the_provider() -> None:
     packed = SimpleNamespace(cp_partition_mode="striped", local_cp_size=None)
     for provided, refused in (({}, ["partition of a pack"]), ({"layout": "striped"}, [])):
-        given = call(query=Q[:, 0], packed=packed, **provided)
-        assert [rule.name for rule in layers.CALL if rule.message(given)] == refused
+        subject = call(query=Q[:, 0], packed=packed, **provided)
+        assert [rule.name for rule in layers.CALL if rule.message(subject)] == refused
 
 
 def test_every_rule_has_a_unique_name_and_every_example_a_rule() -> None:
@@ -221,10 +221,10 @@ def test_the_pages_have_every_rule_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_examples_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Append both code blocks of docs/rules.md to the checks."""
-    found: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rules.md").read_text(), re.DOTALL):
-        exec(block, found)
-    for rule in (added := (found["FLAG"], found["COMBINATION"])):
+        exec(block, names)
+    for rule in (added := (names["FLAG"], names["COMBINATION"])):
         check_run(rule, rule.example)
     monkeypatch.setattr(checks, "TRAINING", (*checks.TRAINING, *added))
     plain = "--recompute-granularity full --calculate-per-token-loss"

@@ -43,7 +43,7 @@ def configurations() -> dict[str, dict[str, Any]]:
     return {name: {"quant_cfg": entries, "algorithm": "max"} for name, entries in lists.items()}
 
 
-def on_ranks(ask: Callable[..., Any], ranks: int, flags: str, *args: Any) -> list[Any]:
+def run_quantized(ask: Callable[..., Any], ranks: int, flags: str, *args: Any) -> list[Any]:
     """``ask(*args)`` on every rank of a Megatron that is ready to train; ``flags`` as on its command line."""
 
     def prepare() -> None:
@@ -138,12 +138,12 @@ def gradients(of: torch.nn.Module) -> dict[str, Tensor]:
     part = batch(4)
     losses = of(part["tokens"], part["position_ids"], None, labels=part["labels"])
     names, weights = zip(*of.named_parameters(), strict=True)
-    found = torch.autograd.grad(losses.sum() / (2 * TOKENS), weights)
-    for weight, grad in zip(weights, found, strict=True):
+    grads = torch.autograd.grad(losses.sum() / (2 * TOKENS), weights)
+    for weight, grad in zip(weights, grads, strict=True):
         dist.all_reduce(grad, group=parallel_state.get_context_parallel_group())
         if getattr(weight, "sequence_parallel", False):
             dist.all_reduce(grad, group=parallel_state.get_tensor_model_parallel_group())
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, grads, strict=True))
 
 
 def amaxes(of: torch.nn.Module) -> dict[str, Tensor]:

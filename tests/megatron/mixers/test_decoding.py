@@ -105,7 +105,7 @@ def greedy(model: torch.nn.Module) -> list[list[int]]:
         return torch.stack(tokens, 1).tolist()
 
 
-def by_whole_texts(model: torch.nn.Module) -> list[list[int]]:
+def greedy_without_caches(model: torch.nn.Module) -> list[list[int]]:
     """The same by Megatron's forward of the whole text for every token."""
     texts = []
     with torch.no_grad():
@@ -119,16 +119,16 @@ def by_whole_texts(model: torch.nn.Module) -> list[list[int]]:
 
 
 @cache
-def on_one_rank(flags: str, tensor_parallel: int = 1, ask: Any = whole) -> Any:
+def alone(flags: str, tensor_parallel: int = 1, ask: Any = whole) -> Any:
     return with_model(ask, f"{flags} --tensor-model-parallel-size {tensor_parallel}", tensor_parallel)[0]
 
 
 def compare(got: list[Any], want: tuple[Tensor, Tensor]) -> None:
     for rank in got:
-        for found, expected in zip(rank[:2], want, strict=True):
-            assert ((found - expected).norm() / expected.norm()).item() <= 1e-5
-            assert torch.equal(found.argmax(-1), expected.argmax(-1))
-            assert torch.equal(found, got[0][0] if found.dim() == 2 else got[0][1]), "ranks differ"
+        for logits, expected in zip(rank[:2], want, strict=True):
+            assert ((logits - expected).norm() / expected.norm()).item() <= 1e-5
+            assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+            assert torch.equal(logits, got[0][0] if logits.dim() == 2 else got[0][1]), "ranks differ"
 
 
 def assert_bytes(got: list[Any], of_token: int) -> None:
@@ -154,10 +154,10 @@ def test_every_provider(model: str, provider: str, ranks: int) -> None:
     flags = f"{MODELS[model]} {EIGHT_HEADS[model]}"
     divided = f"{flags} --context-parallel-size {ranks} --cp-provider {provider}"
     got = with_model(lambda model: (stepwise(model), greedy(model)), divided, ranks)
-    compare([logits for logits, _ in got], on_one_rank(flags))
+    compare([logits for logits, _ in got], alone(flags))
     if provider == "striped":
         assert_bytes([logits for logits, _ in got], {"gqa": 2 * 8 * 4, "mla": 16 + 4}[model] * 4)
-    texts = on_one_rank(flags, ask=by_whole_texts)
+    texts = alone(flags, ask=greedy_without_caches)
     assert all(len(set(text)) >= 5 for text in texts), "a text of one token over and over shows nothing"
     assert [text for _, text in got] == [texts] * ranks
 
@@ -166,13 +166,13 @@ def test_every_provider(model: str, provider: str, ranks: int) -> None:
 @pytest.mark.parametrize("variant", sorted(variants(), key=lambda name: name != "gla"))
 def test_every_kind_of_linear_attention(variant: str) -> None:
     flags = f"--cp-linear-attention {variant} --cp-layer-pattern LLLN"
-    compare(with_model(stepwise, f"{flags} --context-parallel-size 2", 2), on_one_rank(flags))
+    compare(with_model(stepwise, f"{flags} --context-parallel-size 2", 2), alone(flags))
 
 
 @nightly
 def test_tensor_parallel_ranks_beside_context_parallel_ones() -> None:
     flags = f"{MODELS['hybrid']} --tensor-model-parallel-size 2 --context-parallel-size 2"
-    compare(with_model(stepwise, flags, 4), on_one_rank(MODELS["hybrid"], tensor_parallel=2))
+    compare(with_model(stepwise, flags, 4), alone(MODELS["hybrid"], tensor_parallel=2))
 
 
 def too_long(model: torch.nn.Module) -> str:
@@ -193,7 +193,7 @@ def test_every_kind_of_model(model: str) -> None:
     chosen = "" if "linear" in MODELS[model] else "--cp-provider striped"
     divided = f"{MODELS[model]} --context-parallel-size 2 {chosen}"
     got = with_model(lambda model: (stepwise(model), too_long(model)), divided, 2)
-    compare([logits for logits, _ in got], on_one_rank(MODELS[model]))
+    compare([logits for logits, _ in got], alone(MODELS[model]))
     if model == "mla":  # the latent vector: 80 bytes a token, where keys and values would take 416
         assert_bytes([logits for logits, _ in got], (16 + 4) * 4)
     for _, said in got:

@@ -33,10 +33,10 @@ def test_every_flag_of_delayed_scaling_reaches_a_layer(monkeypatch: pytest.Monke
 
     settings = argparse.Namespace(options=Options(fp8="compute"))
     monkeypatch.setattr(runtime, "settings", lambda: settings)
-    asked = {"fp8_amax_history_len": 5, "fp8_amax_compute_algo": "max", "fp8_margin": 3}
-    config = argparse.Namespace(fp8="hybrid", fp8_recipe="delayed", **asked)
-    found = fp8_scaling.make_scaling(config)
-    assert (found.length, found.algorithm, found.margin, found.roles) == (5, "max", 3, ROLES)
+    flags = {"fp8_amax_history_len": 5, "fp8_amax_compute_algo": "max", "fp8_margin": 3}
+    config = argparse.Namespace(fp8="hybrid", fp8_recipe="delayed", **flags)
+    delayed = fp8_scaling.make_scaling(config)
+    assert (delayed.length, delayed.algorithm, delayed.margin, delayed.roles) == (5, "max", 3, ROLES)
     for other in ({"fp8": None}, {"fp8_recipe": "tensorwise"}):
         current = fp8_scaling.make_scaling(argparse.Namespace(**vars(config) | other))
         assert (current.length, current.margin, current.roles) == (1, 2, IN_BACKWARD)
@@ -57,10 +57,10 @@ def histories(model: torch.nn.Module) -> list[Tensor]:
     def keeping(chunks: Sequence[torch.nn.Module]) -> None:
         if STATE.trial:  # the self-check's step has scales of its own
             return update(chunks)
-        found = [m.scaling for c in chunks for m in c.modules() if isinstance(getattr(m, "scaling", None), Delayed)]
+        scalings = [m.scaling for c in chunks for m in c.modules() if isinstance(getattr(m, "scaling", None), Delayed)]
 
         def remembered() -> Tensor:
-            return torch.stack([torch.cat((s.history, s._known.unsqueeze(0))) for s in found])
+            return torch.stack([torch.cat((s.history, s._known.unsqueeze(0))) for s in scalings])
 
         kept.append(remembered())
         update(chunks)
@@ -142,9 +142,9 @@ def test_evaluation_is_not_remembered_and_recomputation_changes_nothing() -> Non
         "once": f"{full} --eval-iters 1 --eval-interval 1",
         "twice": f"{full} --cp-recompute-attention",
     }
-    found = {name: train(2, f"{flags} {more}", steps=2, ask=histories)[0] for name, more in runs.items()}
-    assert all(torch.equal(record.result[-1], found["plain"].result[-1]) for record in found.values()), found
-    assert all(record.losses == found["plain"].losses for record in found.values()), found
+    records = {name: train(2, f"{flags} {more}", steps=2, ask=histories)[0] for name, more in runs.items()}
+    assert all(torch.equal(record.result[-1], records["plain"].result[-1]) for record in records.values()), records
+    assert all(record.losses == records["plain"].losses for record in records.values()), records
 
 
 @nightly
@@ -157,8 +157,8 @@ def test_histories_in_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[s
 
     def run(ranks: int, flags: str, steps: int) -> tuple[list[list[Tensor]], bool]:
         """Histories of all ranks, and whether it was told that they start anew."""
-        found = kept(ranks, flags, steps=steps)
-        return found, "the history of attention's FP8 scales restarts" in capfd.readouterr().out
+        tensors = kept(ranks, flags, steps=steps)
+        return tensors, "the history of attention's FP8 scales restarts" in capfd.readouterr().out
 
     ((*_, saved), _), told = run(2, f"{DELAYED} --context-parallel-size 2 {common} {save} 2", 2)
     assert saved[:, :2].all() and not told

@@ -38,7 +38,7 @@ def _describe(cp: ContextParallel) -> dict[str, Any]:
     return {"axes": cp.mesh.axes, "ranks": ranks}
 
 
-def _on_hosts(names: str, settings: Settings, **parallel: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _describe_on_hosts(names: str, settings: Settings, **parallel: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Rank i is on host ``names[i]``."""
     from cp_plugin.megatron import runtime
 
@@ -77,7 +77,7 @@ def test_meshes_follow_the_hosts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Four context-parallel ranks; with tensor parallelism, neighbours in a group are two ranks apart."""
-    run = partial(_on_hosts, hosts, settings, tensor_model_parallel_size=tensor, context_parallel_size=4)
+    run = partial(_describe_on_hosts, hosts, settings, tensor_model_parallel_size=tensor, context_parallel_size=4)
     results = run_ranks(run, len(hosts), init_process_group=True)
     assert [described["axes"] for described, _ in results] == [axes] * len(hosts)
     assert all(part in " ".join(reasons) for part, (_, reasons) in zip(why, results, strict=True))

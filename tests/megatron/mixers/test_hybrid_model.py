@@ -60,13 +60,13 @@ def test_the_attention_of_megatrons_own_spec_is_replaced(monkeypatch: pytest.Mon
         return getattr(stack.submodules, kind).submodules.self_attention.submodules.core_attention
 
     monkeypatch.setattr(mode, "active", lambda: False)
-    given: list[Any] = []
-    init = hooks.replace_hybrid_model(lambda self, config, hybrid_stack_spec: given.append(hybrid_stack_spec))
+    stacks: list[Any] = []
+    init = hooks.replace_hybrid_model(lambda self, config, hybrid_stack_spec: stacks.append(hybrid_stack_spec))
     for settings in (Settings(), Settings(provider="ring")):
         runtime.configure(settings)
         init(None, None, hybrid_stack_spec)
-    assert given[0] is hybrid_stack_spec
+    assert stacks[0] is hybrid_stack_spec
     kinds = [kind for kind in ("attention_layer", "mla_layer") if hasattr(hybrid_stack_spec.submodules, kind)]
-    assert [attention(given[1], kind) for kind in kinds] == [ByLayerNumber] * len(kinds)
+    assert [attention(stacks[1], kind) for kind in kinds] == [ByLayerNumber] * len(kinds)
     assert [attention(hybrid_stack_spec, kind) for kind in kinds] == [TEDotProductAttention] * len(kinds)
-    assert [repr(TEDotProductAttention) in repr(stack) for stack in given] == [True, False]
+    assert [repr(TEDotProductAttention) in repr(stack) for stack in stacks] == [True, False]

@@ -56,11 +56,11 @@ def _sliced_in_zigzag() -> None:
 
     slice_batch = batch.slice_batch
 
-    def in_the_layout_of_attention(tensors: dict[str, Any], cp: Any) -> dict[str, Any]:
+    def slice_as_attention(tensors: dict[str, Any], cp: Any) -> dict[str, Any]:
         whole = {key: value for key, value in tensors.items() if key != "tokens"}
         return slice_batch(whole, cp) | {"tokens": cp.shard(tensors["tokens"], 1)}
 
-    batch.slice_batch = in_the_layout_of_attention
+    batch.slice_batch = slice_as_attention
 
 
 def _states_as_if_in_zigzag() -> None:
@@ -74,16 +74,16 @@ def _states_as_if_in_zigzag() -> None:
 
 @with_manager
 @pytest.mark.parametrize(
-    ("plant", "found"),
+    ("plant", "message"),
     [
         (_not_converted, "layout manager hands them to attention differs"),
         (_sliced_in_zigzag, "tokens differ"),
         (_states_as_if_in_zigzag, "the order of tokens in Mamba and gated delta net layers differs"),
     ],
 )
-def test_the_self_check_finds_a_planted_fault(plant: Callable[[], None], found: str) -> None:
+def test_the_self_check_finds_a_planted_fault(plant: Callable[[], None], message: str) -> None:
     flags = f"--hybrid-layer-pattern G* {STATES} --context-parallel-size 2 --cp-provider {ZIGZAG} {LINEAR}"
-    with pytest.raises(RankError, match=found):
+    with pytest.raises(RankError, match=message):
         train(2, flags, prepare=plant)
 
 

@@ -21,9 +21,9 @@ from quantizing import (
     logits,
     model,
     nvfp4_on_cpu,
-    on_ranks,
     positions,
     quantize_stock_attention,
+    run_quantized,
     whole,
 )
 from test_attention_module import make_layer
@@ -52,27 +52,27 @@ def ptq_and_qat() -> dict[str, Any]:
     """By configuration: positions, logits after calibration, amaxes, gradients, logits without quantisers."""
     import modelopt.torch.quantization as mtq
 
-    found = {}
+    results = {}
     for name, config in configurations().items():
         gpt = model()
         with torch.no_grad():
             before = logits(gpt)
             mtq.quantize(gpt, config, calibrate)
             after = logits(gpt)
-        found[name] = (positions(), after, amaxes(gpt), gradients(gpt), before)
-    return found
+        results[name] = (positions(), after, amaxes(gpt), gradients(gpt), before)
+    return results
 
 
 @functools.cache
 def stock() -> dict[str, Any]:
-    return on_ranks(ptq_and_qat, 1, "")[0]
+    return run_quantized(ptq_and_qat, 1, "")[0]
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_logits_and_gradients_are_those_of_one_rank(run: str) -> None:
-    everyone = on_ranks(ptq_and_qat, *RUNS[run])
+    everyone = run_quantized(ptq_and_qat, *RUNS[run])
     for name, (_, want, amax, grads, plain) in stock().items():
-        parts = [found[name] for found in everyone]
+        parts = [results[name] for results in everyone]
         assert error(plain, want) > 1e-3, "quantisation does something"
         assert error(whole([part[:2] for part in parts]), want) < CLOSE, name
         assert bool(amax) == (name not in NO_STATE)
@@ -94,12 +94,12 @@ def bfloat16() -> dict[str, Tensor]:
 
 
 def test_a_bfloat16_model_has_one_amax_on_all_ranks() -> None:
-    want = on_ranks(bfloat16, 1, "")[0]
-    for found in on_ranks(bfloat16, 4, f"{STRIPED} 4"):
+    want = run_quantized(bfloat16, 1, "")[0]
+    for got in run_quantized(bfloat16, 4, f"{STRIPED} 4"):
         for key, value in want.items():
             assert value.dtype == torch.bfloat16
             close = 0 if "layers.0" in key else 0.02  # layer 1 sees sums of another order, rounded to 8 bits
-            assert (found[key] - value).abs() <= close * value, key
+            assert (got[key] - value).abs() <= close * value, key
 
 
 def test_quantised_training_is_that_of_one_rank() -> None:
@@ -138,14 +138,14 @@ def saved(folder: Path) -> tuple[Tensor, Tensor]:
     gpt = model()
     with torch.no_grad():
         mtq.quantize(gpt, configurations()["all"], calibrate)
-        found = logits(gpt)
+        result = logits(gpt)
     if torch.distributed.get_rank() == 0:
         (folder / "sharded").mkdir()
         torch.save((mto.modelopt_state(gpt), gpt.state_dict()), folder / "plain.pt")
     torch.distributed.barrier()
     save_sharded_modelopt_state([gpt], folder / "sharded", ("torch_dist", 1))
     dist_checkpointing.save(gpt.sharded_state_dict(), str(folder / "sharded"), ("torch_dist", 1))
-    return positions(), found
+    return positions(), result
 
 
 def restored(folder: Path, plain: bool) -> tuple[Tensor, Tensor]:
@@ -169,14 +169,14 @@ def restored(folder: Path, plain: bool) -> tuple[Tensor, Tensor]:
 
 
 def test_restored_on_other_ranks(tmp_path: Path) -> None:
-    want = whole(on_ranks(saved, 2, f"{STRIPED} 2", tmp_path))
+    want = whole(run_quantized(saved, 2, f"{STRIPED} 2", tmp_path))
     for ranks, flags, plain in (
         (4, f"{STRIPED} 4", False),
         (4, f"{STRIPED} 2 {TENSOR}", False),
         (2, "--context-parallel-size 2 --cp-provider ring --cp-selfcheck off", True),
         (1, "", True),
     ):
-        got = whole(on_ranks(restored, ranks, flags, tmp_path, plain))
+        got = whole(run_quantized(restored, ranks, flags, tmp_path, plain))
         assert error(got, want) < CLOSE, (flags, plain)
 
 
@@ -266,7 +266,7 @@ def test_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
     packed = PackedSeqParams("thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=5, max_seqlen_kv=5)
 
-    def by_document(*tensors: Tensor) -> Tensor:
+    def attend_each_document(*tensors: Tensor) -> Tensor:
         parts = [attention()(*(x[part, None] for x in tensors), None) for part in (slice(0, 3), slice(3, 8))]
         return torch.cat(parts).squeeze(1)
 
@@ -276,8 +276,8 @@ def test_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
         mtq.quantize(layer, config, lambda layer: layer(*qkv(8), None, packed_seq_params=packed))
         got = layer(*qkv(8), None, packed_seq_params=packed)
         quantised = (getattr(layer, f"{name}_bmm_quantizer")(x) for name, x in zip("qkv", qkv(8), strict=True))
-        assert error(by_document(*qkv(8)), got) > 1e-2
-        assert error(by_document(*quantised), got) < 1e-6
+        assert error(attend_each_document(*qkv(8)), got) > 1e-2
+        assert error(attend_each_document(*quantised), got) < 1e-6
 
 
 def test_a_model_with_other_attention_is_refused() -> None:
@@ -301,5 +301,5 @@ def test_the_spec_for_modelopt_names_the_plugins_attention(monkeypatch: pytest.M
         config = kind(num_layers=3, hidden_size=64, num_attention_heads=4, num_moe_experts=2, moe_layer_freq=[0, 1, 0])
         for local in (False, True):
             block = model_specs.get_gpt_modelopt_spec(config, local_core_attention=local, remap_te_layernorm=True)
-            found = [layer.submodules.self_attention.submodules.core_attention for layer in block.layer_specs]
-            assert [made.__name__ for made in found] == ["ByLayerNumber"] * 3
+            built = [layer.submodules.self_attention.submodules.core_attention for layer in block.layer_specs]
+            assert [made.__name__ for made in built] == ["ByLayerNumber"] * 3

@@ -32,20 +32,20 @@ def rotary(cp: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> Any:
     return patch(original(patch.target))
 
 
-def pack_of(*given: Tensor) -> Any:
+def pack_of(*bounds: Tensor) -> Any:
     """Bounds of queries, keys, and both with padding."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    return PackedSeqParams(**dict(zip(names, given, strict=False)))
+    return PackedSeqParams(**dict(zip(names, bounds, strict=False)))
 
 
 def bounds_of(packed: Any, tokens: int = TOKENS) -> list[int]:
     from cp_plugin.megatron.micro_batch import MicroBatch
 
-    found = MicroBatch.find(ContextParallel("ring", group=None), packed, tokens).bounds
-    assert found is not None
-    return found.tolist()
+    bounds = MicroBatch.find(ContextParallel("ring", group=None), packed, tokens).bounds
+    assert bounds is not None
+    return bounds.tolist()
 
 
 def angles(length: int) -> Tensor:
@@ -58,10 +58,10 @@ def turned(x: Tensor, places: Tensor, table: Tensor) -> Tensor:
     return rope_utils._apply_rotary_pos_emb_bshd(x.unsqueeze(1), table[places]).squeeze(1)
 
 
-def in_documents(pack: list[int], longest: int) -> Tensor:
+def document_offsets(pack: list[int], longest: int) -> Tensor:
     """Positions inside the documents, token by token."""
-    found = [t - max(start for start in pack if start <= t) for t in range(TOKENS)]
-    return torch.tensor(found).clamp(max=longest - 1)
+    offsets = [t - max(start for start in pack if start <= t) for t in range(TOKENS)]
+    return torch.tensor(offsets).clamp(max=longest - 1)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
@@ -70,7 +70,7 @@ def test_rope_begins_anew_in_each_document(layout: str, size: int, monkeypatch: 
     bounds = torch.tensor(PACK, dtype=torch.int32)
     x = torch.randn(TOKENS, 3, 12, dtype=torch.float64)
     for table, places in (
-        (angles(11), in_documents(PACK, 11)),
+        (angles(11), document_offsets(PACK, 11)),
         (angles(TOKENS), torch.arange(TOKENS)),  # those of the whole pack
     ):
         want = turned(x, places, table)
@@ -88,7 +88,7 @@ def test_a_buffer_that_gets_the_next_micro_batch(monkeypatch: pytest.MonkeyPatch
     packed = pack_of(buffer, buffer)
 
     def check(bounds: Tensor, documents: list[int]) -> None:
-        want = cp.shard(turned(x, in_documents(documents, 19), table))
+        want = cp.shard(turned(x, document_offsets(documents, 19), table))
         torch.testing.assert_close(apply(cp.shard(x), bounds, table, cp_group=object()), want, rtol=0, atol=0)
 
     check(buffer, [0, 5, 12, 24])
@@ -112,7 +112,7 @@ def test_bounds_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) ->
     from cp_plugin.megatron import micro_batch
 
     read, calls = micro_batch._same, []
-    monkeypatch.setattr(micro_batch, "_same", lambda *given: (calls.append(1), read(*given))[1])
+    monkeypatch.setattr(micro_batch, "_same", lambda *pair: (calls.append(1), read(*pair))[1])
     bounds = torch.tensor([0, 5, 24])
     packed, other = (pack_of(b, b) for b in (bounds, bounds.clone()))
     for _ in range(3):
@@ -130,8 +130,8 @@ def test_a_batch_is_placed_by_its_padded_bounds() -> None:
     cp = ContextParallel("needed", mesh=TraceMesh({"cp": 4}, 1), layout="documents")
     entries = {"tokens": torch.zeros(1, TOKENS), "cu_seqlens": torch.tensor([0, 5, 12])}
     padded = {"cu_seqlens_padded": torch.tensor([0, 8, 24])}
-    for given, lengths in ((entries, [5, 7, 12]), (entries | padded, [8, 16])):
-        assert batch._cut(cp, given).cp.layout == place_lengths(cp, lengths).layout
+    for batch_of_rank, lengths in ((entries, [5, 7, 12]), (entries | padded, [8, 16])):
+        assert batch._cut(cp, batch_of_rank).cp.layout == place_lengths(cp, lengths).layout
 
 
 def padded_pack() -> Any:
@@ -149,7 +149,7 @@ OTHERS = r"queries and keys are packed differently: .*\[0, 8, 24\] and \[0, 9, 2
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("bounds", "said"),
     [
         (([0, 8, 24], [0, 9, 24], [0, 8, 24], [0, 8, 24]), OTHERS),
         (([0, 8, 24], [0, 8, 24], [0, 8, 24], [0, 9, 24]), OTHERS),
@@ -157,9 +157,9 @@ OTHERS = r"queries and keys are packed differently: .*\[0, 8, 24\] and \[0, 9, 2
         ((WIDE, WIDE, [0, 5, 24], [0, 5, 24]), NARROW),
     ],
 )
-def test_bounds_that_contradict_each_other_are_refused(given: tuple[list[int], ...], said: str) -> None:
+def test_bounds_that_contradict_each_other_are_refused(bounds: tuple[list[int], ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        bounds_of(pack_of(*map(torch.tensor, given)))
+        bounds_of(pack_of(*map(torch.tensor, bounds)))
 
 
 @packing
