@@ -131,28 +131,16 @@ def validated(line: list[str]) -> str:
     from cp_plugin.megatron.planned import command as planned
 
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "micro_batch_size", "context_parallel_size")
-    with undone():
-        os.environ["WORLD_SIZE"] = "4"
+    error = os.dup(2)  # a validation closes it, and is meant for a fork of its own
+    with patch.dict(os.environ, WORLD_SIZE="4"), patch.object(sys, "argv", sys.argv):
         sizes_read = planned.with_arguments(line, lambda args, _: {name: getattr(args, name) for name in sizes})
+    os.dup2(error, 2)
+    os.close(error)
     if isinstance(sizes_read, ValueError):
         assert len(str(sizes_read)) > 3 and "Traceback" not in str(sizes_read), sizes_read
         return "refused"
     same_numbers(line, sizes_read)
     return "accepted"
-
-
-@contextmanager
-def undone() -> Iterator[None]:
-    """Take back what a validation does to this process, which is meant for a fork of its own."""
-    error, words, environment = os.dup(2), sys.argv, dict(os.environ)
-    try:
-        yield
-    finally:
-        os.dup2(error, 2)
-        os.close(error)
-        sys.argv = words
-        os.environ.clear()
-        os.environ |= environment
 
 
 def started(line: list[str]) -> str:
@@ -211,33 +199,31 @@ def test_lines_are_right_or_refused_in_one(kind: str, _cpu_megatron: None) -> No
     assert BY_DAY[kind] < 20 or ended.stdout.count("'") > 2, f"all alike: {ended.stdout}"
 
 
-PLANTED: dict[str, tuple[str, Any, Callable[[], str], str]] = {
-    "a traceback": ("tools.traffic.price", lambda *_: 1 / 0, lambda: a_command(["traffic"]), "ZeroDivisionError"),
-    "another size": (
-        *("tools.tables.asdict", lambda _: {"size": 4, "heads": 7}),
-        *(lambda: a_command(["traffic", "--provider=ring", "--json", "--heads=8"]), "heads was read as 7"),
+REFUSING = Mock(side_effect=ValueError("no"))
+PLANTED: list[tuple[str, Any, str, str]] = [
+    ("tools.traffic.price", lambda *_: 1 / 0, "traffic", "ZeroDivisionError"),
+    ("tools.tables.asdict", lambda _: {"size": 4, "heads": 7}, "traffic --provider=ring --json --heads=8", "read as 7"),
+    ("engine.core.problem.Problem.__post_init__", REFUSING, "traffic --heads=8", "no name: error: no"),
+    (
+        "megatron.flags.option_flags.shown",
+        lambda _: {"--cp-grid": "4x1"},
+        "--cp-provider=attention2d --cp-grid=2x2",
+        "read as {'--cp-grid':",
     ),
-    "no name": (
-        *("engine.core.problem.Problem.__post_init__", Mock(side_effect=ValueError("no"))),
-        *(lambda: a_command(["traffic", "--heads=8"]), "no name: error: no"),
-    ),
-    "another option": (
-        *("megatron.flags.option_flags.shown", lambda _: {"--cp-grid": "4x1"}),
-        *(
-            lambda: settings_as_written((["--cp-provider=attention2d", "--cp-grid=2x2"], 4)),
-            "read as {'--cp-grid':",
-        ),
-    ),
-}
+]
+"""A function, a fault of it, a command or the plugin's flags on four ranks, and what is said of them."""
 
 
-@pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_fault_is_found(fault: str, _cpu_megatron: None) -> None:
-    where, planted, check, said = PLANTED[fault]
+@pytest.mark.parametrize(("where", "fault", "line", "said"), PLANTED, ids=[where for where, *_ in PLANTED])
+def test_a_planted_fault_is_found(where: str, fault: Any, line: str, said: str, _cpu_megatron: None) -> None:
+    words = line.split()
+
+    def check() -> str:
+        return settings_as_written((words, 4)) if line.startswith("--") else a_command(words)
 
     def check_twice() -> None:
         check()
-        with patch(f"cp_plugin.{where}", planted), pytest.raises(AssertionError) as raised:
+        with patch(f"cp_plugin.{where}", fault), pytest.raises(AssertionError) as raised:
             check()
         print(raised.value)
 
