@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_rows import instead
 from nightly import nightly, one_case
 from torch import Tensor
 from training import compare, stock, train
@@ -19,10 +20,6 @@ from cp_plugin.engine.core.scaling import IN_BACKWARD, ROLES, Delayed
 pytestmark = pytest.mark.usefixtures("adapter")
 
 BF16 = "--bf16"
-
-
-# -- scales
-
 COMPUTE = f"{BF16} --cp-provider striped --cp-fp8 compute --cp-backend float8"
 DELAYED = f"{COMPUTE} --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
 
@@ -75,6 +72,11 @@ def kept(ranks: int, flags: str, **more: Any) -> list[list[Tensor]]:
     return [record.result for record in train(ranks, flags, ask=histories, **more)]
 
 
+without_reduction = instead("cp_plugin.engine.core.scaling:update", "without_reduction")(
+    lambda update, scalings, group, device: update(scalings, None, device)
+)
+
+
 @nightly
 def test_delayed_scales_are_those_of_all_ranks_of_megatrons_group() -> None:
     """CP 4, TP 2: every rank gets the maximum over all ranks; without the reduction each keeps its own."""
@@ -87,16 +89,9 @@ def test_delayed_scales_are_those_of_all_ranks_of_megatrons_group() -> None:
     assert torch.equal(first, still) and (second[:, :2] > 0).all() and not second[:, 2].any()
     assert torch.equal(second[:, 1], first[:, 0]) and torch.equal(second[:, 3], second.amax(1))
     assert all(torch.equal(a, b) for rank in together for a, b in zip(rank, together[0], strict=True))
-    apart = [rank[1][:, 0] for rank in kept(8, flags, prepare=_no_reduction)]
+    apart = [rank[1][:, 0] for rank in kept(8, flags, prepare=without_reduction)]
     assert len({tuple(rank[0].tolist()) for rank in apart}) == 8, "every rank has its own"
     assert torch.equal(torch.stack(apart).amax(0), first[:, 0])
-
-
-def _no_reduction() -> None:
-    from cp_plugin.engine.core import scaling
-
-    update = scaling.update
-    scaling.update = lambda scalings, group, device: update(scalings, None, device)
 
 
 def test_only_the_tensor_and_context_parallel_ranks_if_megatron_says_so() -> None:
@@ -112,25 +107,19 @@ def _tp_only() -> None:
     TransformerConfig.tp_only_amax_red = property(lambda self: True, lambda self, value: None)
 
 
+@instead("cp_plugin.megatron.mixers.core_attention:CoreAttention.__init__")
+def roles_of_the_backward_pass(init: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    init(layer, *args, **kwargs)
+    assert layer.scaling.roles == ("dp", "dqkv")
+
+
 @one_case
 @pytest.mark.parametrize("recipe", ["", "--fp8-format hybrid --fp8-recipe tensorwise"])
 def test_current_scaling_remembers_what_only_the_kernel_knows(recipe: str) -> None:
     flags = f"{COMPUTE} --context-parallel-size 2 --micro-batch-size 1 {recipe}"
-    first, *others = (rank[1] for rank in kept(4, flags, prepare=_only_in_backward))
+    first, *others = (rank[1] for rank in kept(4, flags, prepare=roles_of_the_backward_pass))
     assert first.shape == (2, 2, 7) and (first > 0).all()
     assert all(torch.equal(first, other) for other in others), "over data-parallel ranks, too"
-
-
-def _only_in_backward() -> None:
-    from cp_plugin.megatron.mixers import core_attention as attention
-
-    init = attention.CoreAttention.__init__
-
-    def checking(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        assert self.scaling.roles == ("dp", "dqkv")
-
-    attention.CoreAttention.__init__ = checking
 
 
 @nightly
