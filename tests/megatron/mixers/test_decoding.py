@@ -119,8 +119,8 @@ def greedy_without_caches(model: torch.nn.Module) -> list[list[int]]:
 
 
 @cache
-def alone(flags: str, tensor_parallel: int = 1, ask: Any = whole) -> Any:
-    return with_model(ask, f"{flags} --tensor-model-parallel-size {tensor_parallel}", tensor_parallel)[0]
+def alone(flags: str, ask: Any = whole) -> Any:
+    return with_model(ask, flags)[0]
 
 
 def compare(got: list[Any], want: tuple[Tensor, Tensor]) -> None:
@@ -171,8 +171,8 @@ def test_every_kind_of_linear_attention(variant: str) -> None:
 
 @nightly
 def test_tensor_parallel_ranks_beside_context_parallel_ones() -> None:
-    flags = f"{MODELS['hybrid']} --tensor-model-parallel-size 2 --context-parallel-size 2"
-    compare(with_model(stepwise, flags, 4), alone(MODELS["hybrid"], tensor_parallel=2))
+    flags = f"{MODELS['hybrid']} --tensor-model-parallel-size 2"
+    compare(with_model(stepwise, f"{flags} --context-parallel-size 2", 4), with_model(whole, flags, 2)[0])
 
 
 def too_long(model: torch.nn.Module) -> str:

@@ -49,11 +49,8 @@ def _describe_on_hosts(names: str, settings: Settings, **parallel: Any) -> tuple
 
 
 BURST = Settings(provider="burst")
+IN_PAIRS = Settings(provider="burst", options=Options(intra_size=2))
 NESTED = {"inter": 2, "intra": 2}
-
-
-def burst(intra_size: int) -> Settings:
-    return Settings(provider="burst", options=Options(intra_size=intra_size))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +59,7 @@ def burst(intra_size: int) -> Settings:
         ("aaaabbbb", BURST, 2, NESTED, ["ranks 0-1 on a, 2-3 on b"] * 8, False),
         ("aabbccdd", BURST, 1, NESTED, ["ranks 0-1 on a, 2-3 on b"] * 4 + ["ranks 0-1 on c, 2-3 on d"] * 4, False),
         ("aabbcccc", BURST, 1, {"inter": 4, "intra": 1}, ["the hosts of the ranks are unknown"] * 8, True),
-        ("aabbcccc", burst(2), 1, NESTED, [""] * 8, False),
+        ("aabbcccc", IN_PAIRS, 1, NESTED, [""] * 8, False),
         ("aaaa", Settings(provider="ulysses"), 1, {"head": 4}, [""] * 4, False),  # whatever its heads are
         ("aaaa", Settings(provider="usp"), 1, {"cp": 1, "head": 4}, [""] * 4, False),
     ],
