@@ -145,7 +145,7 @@ def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
     part = arguments.get("local_world_size")
     if arguments.get("rank_offset") or (part is not None and part != dist.get_world_size()):
         raise ValueError(
-            f"{runtime.settings().asked} does not support models whose modules have their own process groups "
+            f"{runtime.settings().flag} does not support models whose modules have their own process groups "
             f"(initialize_model_parallel with rank_offset or local_world_size): {runtime.settings().instead}"
         )
     nccl: dict[str, Any] = {}

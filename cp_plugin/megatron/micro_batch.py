@@ -164,7 +164,7 @@ class MicroBatch:
         by_documents = STATE.cut.packed and cp.layout.name == DOCUMENTS.name
         if by_documents and cp.size > 1 and places is None:
             raise ValueError(
-                f"{runtime.settings().asked}, --cp-layout {DOCUMENTS.name}: a batch was sliced without cu_seqlens, "
+                f"{runtime.settings().flag}, --cp-layout {DOCUMENTS.name}: a batch was sliced without cu_seqlens, "
                 "though the flags pack documents, so its tokens cannot be placed. Slice the batch together with its "
                 "cu_seqlens using megatron.core.utils.get_batch_on_this_cp_rank, as Megatron's pretrain_gpt.py does"
             )
@@ -184,13 +184,13 @@ class MicroBatch:
         """
         if cp.size > 1 and not STATE.cut.any and parallel_state.is_pipeline_first_stage():
             raise ValueError(
-                f"{runtime.settings().asked}: the training script reached the attention layers without slicing its "
+                f"{runtime.settings().flag}: the training script reached the attention layers without slicing its "
                 "batch with megatron.core.utils.get_batch_on_this_cp_rank, so the tokens are not in the plugin's "
                 "layout. Call that function in the script's get_batch, as Megatron's pretrain_gpt.py does"
             )
         if packed is None and STATE.cut.packed:
             raise ValueError(
-                f"{runtime.settings().asked}: layer {layer} was called without packed_seq_params, though the flags "
+                f"{runtime.settings().flag}: layer {layer} was called without packed_seq_params, though the flags "
                 "pack documents: tokens would attend to other documents. Pass PackedSeqParams to the model on every "
                 "pipeline stage, as Megatron's pretrain_gpt.py does"
             )

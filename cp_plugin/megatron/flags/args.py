@@ -82,7 +82,7 @@ class Settings:
         return its.provider, its.options
 
     @property
-    def asked(self) -> str:
+    def flag(self) -> str:
         """The flag that activated the plugin, for messages."""
         if self.linear is not None:
             return f"--cp-linear-attention {self.linear.variant}"

@@ -124,7 +124,7 @@ class LinearCoreAttention(AnyCoreAttention):
         if self.gate is not None:
             if value.size(3) != 2 * self.linear.heads.v_head_dim:
                 raise ValueError(
-                    f"layer {self.layer_number}: {runtime.settings().asked} got no gate, which is computed in "
+                    f"layer {self.layer_number}: {runtime.settings().flag} got no gate, which is computed in "
                     "get_query_key_value_tensors of Megatron's SelfAttention, which the --spec must use for this layer"
                 )
             value, gate = value.chunk(2, 3)

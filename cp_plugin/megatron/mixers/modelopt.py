@@ -72,7 +72,7 @@ def _refusing(reason: str) -> type:
     class Refusing:
         def _setup(self) -> None:
             raise ValueError(
-                f"nvidia-modelopt {version()} cannot quantise attention with {runtime.settings().asked} ({reason}): "
+                f"nvidia-modelopt {version()} cannot quantise attention with {runtime.settings().flag} ({reason}): "
                 f"use {MODELOPT_MINIMUM} or newer"
             )
 

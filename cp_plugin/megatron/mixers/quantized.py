@@ -55,14 +55,14 @@ class QuantCoreAttention(QuantModule):
         for name, quantizer in zip(NAMES, quantizers, strict=True):
             reason = unsupported(quantizer, query.dim())
             if reason is not None:
-                raise ValueError(f"layer {self.layer_number}: {name} of {runtime.settings().asked}: {reason}")
+                raise ValueError(f"layer {self.layer_number}: {name} of {runtime.settings().flag}: {reason}")
         q, k, v = (quantize(x) for quantize, x in zip(quantizers, (query, key, value), strict=True))
         return super().forward(q, k, v, *positional, **named)
 
     def modelopt_post_restore(self, prefix: str = "") -> None:
         """Called when quantisers are rebuilt, before their states are loaded."""
         if any(state.numel() != 1 for name in NAMES for state in getattr(self, name).state_dict().values()):
-            raise ValueError(f"{prefix}: {runtime.settings().asked} can only restore quantisers with a single amax")
+            raise ValueError(f"{prefix}: {runtime.settings().flag} can only restore quantisers with a single amax")
         if hasattr(self, "device"):  # modelopt's note of the weights' device
             self.to(self.device)
 
@@ -124,7 +124,7 @@ def _all_ranks(cp_group: dist.ProcessGroup | None) -> dist.ProcessGroup | int:
     ranks = dist.get_process_group_ranks(group)
     if cp_group is not None and not set(dist.get_process_group_ranks(cp_group)) <= set(ranks):
         raise ValueError(
-            f"{runtime.settings().asked} cannot calibrate a layer whose context-parallel ranks are "
+            f"{runtime.settings().flag} cannot calibrate a layer whose context-parallel ranks are "
             f"{dist.get_process_group_ranks(cp_group)}: Megatron's tensor- and data-parallel ranks are {ranks}"
         )
     return group
@@ -140,7 +140,7 @@ def _converted(model: torch.nn.Module) -> None:
     stage = parallel_state.get_pipeline_model_parallel_rank() if dist.is_initialized() else 0
     missed = audit.coverage([model], stage).missed
     if missed:
-        raise ValueError(f"{runtime.settings().asked} does not run in every layer to quantise; missing in {missed[0]}")
+        raise ValueError(f"{runtime.settings().flag} does not run in every layer to quantise; missing in {missed[0]}")
     attentions = [module for module in model.modules() if isinstance(module, AnyCoreAttention)]
     for module in attentions:
         if isinstance(module, QuantCoreAttention):
@@ -165,7 +165,7 @@ def _refuse_other_quantizers(module: torch.nn.Module) -> None:
     inside = [f"{name} ({_REFUSED[name]})" for name, enabled in switches.items() if enabled]
     if inside:
         raise ValueError(
-            f"{runtime.settings().asked} does not support {', '.join(inside)}: no kernel exposes these. Leave them out "
+            f"{runtime.settings().flag} does not support {', '.join(inside)}: no kernel exposes these. Leave them out "
             f"of quant_cfg; supported are {', '.join(NAMES)}"
         )
     STATE.quantized.pop(module)

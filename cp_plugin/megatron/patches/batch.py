@@ -46,7 +46,7 @@ def replace_get_batch(call: Call) -> dict[str, Any]:
     """Replaces ``get_batch_on_this_cp_rank``."""
     if call.arguments.get("is_hybrid_cp"):
         raise ValueError(
-            f"--hybrid-context-parallel is not supported by {runtime.settings().asked}: its groups change from "
+            f"--hybrid-context-parallel is not supported by {runtime.settings().flag}: its groups change from "
             f"batch to batch. Leave it out, or {runtime.settings().instead}"
         )
     cp = runtime.context_parallel(call["cp_group"])
@@ -183,13 +183,13 @@ def _check_layouts(cp: ContextParallel, boundary: str, views: Sequence[str], *, 
         wrong, right = next((name for name in views if name not in others), None), others
     if wrong is not None:
         raise ValueError(
-            f"the training script requests its batch in the {wrong} layout, but {runtime.settings().asked} computes in "
+            f"the training script requests its batch in the {wrong} layout, but {runtime.settings().flag} computes in "
             f"the {cp.layout.name} layout: request {' or '.join(sorted(right))}"
         )
     if views and packed:
         raise ValueError(
             f"the training script requests packed documents in the layouts {', '.join((boundary, *views))}, and "
-            f"{runtime.settings().asked} shards a pack in only one of them: request {boundary} alone"
+            f"{runtime.settings().flag} shards a pack in only one of them: request {boundary} alone"
         )
 
 

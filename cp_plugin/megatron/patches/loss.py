@@ -46,7 +46,7 @@ def _sum_over_ranks(compute: Callable[..., Any], per_token: bool, output: Tensor
         return found
     if per_token and len(found) == 2:
         raise ValueError(
-            f"{runtime.settings().asked}: the loss function of this script returns two parts, (mean, report), with "
+            f"{runtime.settings().flag}: the loss function of this script returns two parts, (mean, report), with "
             "--calculate-per-token-loss. It must return three parts: (sum over this rank's tokens, number of these "
             "tokens, report), as that of Megatron's pretrain_gpt.py does"
         )

@@ -192,7 +192,7 @@ def run_of(args: argparse.Namespace, settings: Settings, device: torch.device | 
 
 def _refuse(run: Run, *, late: bool) -> None:
     rules = (*TRAINING, *(LINEAR if run.settings.linear is not None else ()))
-    affixes = {"prefix": f"{run.settings.asked} does not support ", "suffix": f" (or {run.settings.instead})"}
+    affixes = {"prefix": f"{run.settings.flag} does not support ", "suffix": f" (or {run.settings.instead})"}
     refuse((rule for rule in rules if late or not rule.late), run, **affixes)
 
 

@@ -190,7 +190,7 @@ CALL = (
 
 def check_layer(rules: tuple[Rule, ...], layer: Layer) -> None:
     """ValueError for everything unsupported in a layer."""
-    refuse(rules, layer, prefix=f"{layer.settings.asked} does not support ")
+    refuse(rules, layer, prefix=f"{layer.settings.flag} does not support ")
 
 
 def refuse_more(layer_number: int, more: Mapping[str, Any]) -> None:
@@ -207,7 +207,7 @@ def check_call(layer_number: int, settings: Settings, *call: Any) -> None:
     """ValueError for everything unsupported in a call; ``call``: the first fields of a ``Call``."""
     given = Call(*call, pads=settings.pad_sequence)
     given = given._replace(capturing=given.query.is_cuda and torch.cuda.is_current_stream_capturing())
-    refuse(CALL, given, prefix=f"layer {layer_number}: {settings.asked} does not support ")
+    refuse(CALL, given, prefix=f"layer {layer_number}: {settings.flag} does not support ")
 
 
 _SHARDED = "sharding linear attention's own weights with FSDP is not tested"

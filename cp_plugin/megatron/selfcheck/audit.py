@@ -94,7 +94,7 @@ def check(found: Coverage) -> None:
     missed, replaced, converted = found.missed, found.replaced, found.converted
     if missed:
         raise ValueError(
-            f"{runtime.settings().asked} does not run in every attention layer of this model: "
+            f"{runtime.settings().flag} does not run in every attention layer of this model: "
             f"{len(replaced)} of {len(replaced) + len(missed)}. Not replaced: {'; '.join(missed[:4])}"
             f"{' and more' if len(missed) > 4 else ''}. Take the core attention class from the spec provider's "
             f"core_attention() in the --spec, or {runtime.settings().instead}"
@@ -102,11 +102,11 @@ def check(found: Coverage) -> None:
     if converted and not runtime.converted():
         raise ValueError(
             f"the configuration of {'; '.join(converted[:4])} has linear_cp_layout 'contiguous', but the command line "
-            f"does not: {runtime.settings().asked} computes in a single layout. Set it with --linear-cp-layout"
+            f"does not: {runtime.settings().flag} computes in a single layout. Set it with --linear-cp-layout"
         )
     if not replaced:
         raise ValueError(
-            f"{runtime.settings().asked} found no attention layer in this model: {runtime.settings().instead}"
+            f"{runtime.settings().flag} found no attention layer in this model: {runtime.settings().instead}"
         )
 
 

@@ -171,7 +171,7 @@ def stop_if_any(found: list[str]) -> None:
     told = [f"rank {', '.join(map(str, ranks[:8]))}: {text}" for text, ranks in list(ranks_of.items())[:3]]
     stock, size = not runtime.settings().active, parallel_state.get_context_parallel_world_size()
     raise StepError(
-        f"{runtime.settings().asked} on the {layout_of_run().name} layout: a step on {size} context-parallel ranks "
+        f"{runtime.settings().flag} on the {layout_of_run().name} layout: a step on {size} context-parallel ranks "
         f"differs from the step on one rank. {' | '.join(told)}. Training would have gone wrong silently: the script, "
         "or this Megatron, computes by a rank's part of the sequence what belongs to the whole. "
         f"--cp-selfcheck off skips this check{'' if stock else ', --cp-provider upstream trains without the plugin'}"
