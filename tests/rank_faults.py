@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 type Tensors = tuple[Any, ...]
+type Happen = Callable[..., None]
+type Around = Callable[..., Any]
+"""Called with what makes the fault happen, the function that it surrounds, and the arguments of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,8 @@ class Plant:
     do: str
     """A key of ``ACTIONS``, with an argument after a colon: ``sleep:5``."""
     at: str = "forward"
-    """A key of ``_PLACES`` (forward and backward: inside a message of attention), ``call``, or ``saving:SECONDS``."""
+    """A key of ``_PLACES`` (forward and backward: inside a message of attention), ``start``, ``call`` or
+    ``saving:SECONDS``."""
     step: int = 3
     """Training step; at ``call`` the number of the attention call in this process, less the self-check's."""
     once: str = ""
@@ -51,17 +55,34 @@ def plant(planted: Plant, mark: Path) -> None:
         name, _, argument = planted.do.partition(":")
         ACTIONS[name](argument, *args)
 
-    def in_step(*args: Any) -> None:
+    def happen_in_step(*args: Any) -> None:
         if _step() == planted.step:
             happen(*args)
 
     place, _, delay = planted.at.partition(":")
     if delay:
-        _while_saving(float(delay), planted.step, happen)
+        _hook_saving(float(delay), planted.step, happen)
     elif place == "call":
-        _in_call(planted.step, happen)
+        _hook_call(planted.step, happen)
+    elif place == "start":
+        happen()
     else:
-        _PLACES[place](happen if place in ("start", "join") else in_step)
+        around, *targets = _PLACES[place]
+        for target in targets:
+            wrap(target, functools.partial(around, happen if place == "join" else happen_in_step))
+
+
+def replace(target: str, make: Callable[[Any], Any]) -> None:
+    """Put what is made of it in the place of what ``module:qualified.name`` holds."""
+    module, _, path = target.partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def wrap(target: str, around: Callable[..., Any]) -> None:
+    """Have a function called in the place of another, with that one as its first argument."""
+    replace(target, lambda original: functools.wraps(original)(lambda *args, **named: around(original, *args, **named)))
 
 
 def _replace_in_module(argument: str, *_: Any) -> None:
@@ -115,23 +136,19 @@ def _mask(_: str, batch: dict[str, Any]) -> None:
     batch["loss_mask"][:, 1::2] = 0
 
 
-def _scale(factor: str, given: dict[str, Any]) -> None:
-    given["scale"] = float(factor) * (given["scale"] or given["q"].size(-1) ** -0.5)
+def _scale(factor: str, call: dict[str, Any]) -> None:
+    call["scale"] = float(factor) * (call["scale"] or call["q"].size(-1) ** -0.5)
 
 
-def _window(tokens: str, given: dict[str, Any]) -> None:
-    given["window"] = (int(tokens), 0)
-
-
-def _sink(score: str, given: dict[str, Any]) -> None:
-    given["sink"] = given["q"].new_full((given["q"].size(2),), float(score))
+def _sink(score: str, call: dict[str, Any]) -> None:
+    call["sink"] = call["q"].new_full((call["q"].size(2),), float(score))
 
 
 def _changed(change: Callable[[Any], Any]) -> Callable[..., None]:
     """Change one of the tensors that the place passes: the argument is its name."""
 
-    def action(which: str, given: dict[str, Any]) -> None:
-        given[which] = change(given[which])
+    def action(which: str, tensors: dict[str, Any]) -> None:
+        tensors[which] = change(tensors[which])
 
     return action
 
@@ -156,9 +173,9 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "average": _average,
     "roll": _changed(lambda x: x.roll(1, 1)),
     "mask": _mask,
-    "turn": lambda by, given: given.update(freqs=given["freqs"].roll(int(by), 0)),
+    "turn": lambda by, angles: angles.update(freqs=angles["freqs"].roll(int(by), 0)),
     "scale": _scale,
-    "window": _window,
+    "window": lambda tokens, call: call.update(window=(int(tokens), 0)),
     "sink": _sink,
     "smaller": _changed(lambda x: 0.98 * x),
     "flipped": _changed(lambda x: x.flip(0)),
@@ -172,78 +189,114 @@ def _step() -> int:
     return getattr(global_vars._GLOBAL_ARGS, "curr_iteration", -1) + 1
 
 
-def _instead(owner: Any, name: str) -> Callable[[Callable[..., Any]], object]:
-    """Decorator: call the function instead of ``owner.name``, with that one as its first argument."""
-    original = getattr(owner, name)
-
-    def decorate(other: Callable[..., Any]) -> None:
-        @functools.wraps(original)
-        def called(*args: Any, **named: Any) -> Any:
-            return other(original, *args, **named)
-
-        setattr(owner, name, called)
-
-    return decorate
+def _begin(happen: Happen, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    happen()
+    return original(*args, **named)
 
 
-def _before(owner: Any, name: str, happen: Callable[[], None]) -> None:
-    @_instead(owner, name)
-    def first(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        happen()
-        return original(*args, **named)
+def _deliver(phase: str) -> Around:
+    def deliver(happen: Happen, original: Callable[..., Any], mesh: Any, *args: Any, **named: Any) -> Any:
+        if mesh.ledger.current_phase == phase:
+            happen()
+        return original(mesh, *args, **named)
+
+    return deliver
 
 
-def _in_message(phase: str) -> Callable[[Callable[..., None]], None]:
-    def put(happen: Callable[..., None]) -> None:
-        from cp_plugin.engine.comm import GroupMesh
-
-        @_instead(GroupMesh, "_deliver")
-        def named(original: Callable[..., Any], mesh: GroupMesh, *given: Any, **more: Any) -> Any:
-            if mesh.ledger.current_phase == phase:
-                happen()
-            return original(mesh, *given, **more)
-
-    return put
-
-
-def _at_received(happen: Callable[..., None]) -> None:
+class _Receive:
     """Pass the received keys and values, those of the previous message, and the message's number in the call."""
-    from cp_plugin.engine.comm import GroupMesh, Pending
 
-    count, inside = 0, False
-    before: Tensors = ()
+    def __init__(self) -> None:
+        self.count, self.inside = 0, False
+        self.before: Tensors = ()
 
-    @_instead(GroupMesh, "_exchange")
-    def receiving(exchange: Callable[..., Any], mesh: Any, axis: str, tensors: Tensors, *ends: Any) -> Any:
-        nonlocal inside
-        if inside or mesh.ledger.current_phase != "forward":  # nested: the same message
+    def __call__(
+        self, happen: Happen, exchange: Callable[..., Any], mesh: Any, axis: str, tensors: Tensors, *ends: Any
+    ) -> Any:
+        from cp_plugin.engine.comm import Pending
+
+        if self.inside or mesh.ledger.current_phase != "forward":  # nested: the same message
             return exchange(mesh, axis, tensors, *ends)
-        inside = True
+        self.inside = True
         try:
             pending = exchange(mesh, axis, tensors, *ends)
         finally:
-            inside = False
+            self.inside = False
 
         def finish() -> Tensors:
-            nonlocal before, count
             received = pending.wait()
             kept = tuple(t.clone() for t in received)
-            happen(received, before, count % (mesh.axes[axis] - 1))
-            before, count = kept, count + 1
+            happen(received, self.before, self.count % (mesh.axes[axis] - 1))
+            self.before, self.count = kept, self.count + 1
             return received
 
         return Pending(finish)
 
 
-def _in_call(number: int, happen: Callable[..., None]) -> None:
+def _slice_batch(happen: Happen, get: Callable[..., Any], *args: Any, **named: Any) -> dict[str, Any]:
+    """Pass the sliced batch of each micro-batch."""
+    batch = get(*args, **named)
+    happen(batch)
+    return batch
+
+
+def _rotate(happen: Happen, rotate: Callable[..., Any], t: Any, freqs: Any, *args: Any, **named: Any) -> Any:
+    """Pass the angles by which a layer rotates its queries or keys."""
+    angles = {"freqs": freqs}
+    happen(angles)
+    return rotate(t, angles["freqs"], *args, **named)
+
+
+def _attend(happen: Happen, attend: Callable[..., Any], cp: Any, q: Any, k: Any, v: Any, **named: Any) -> Any:
+    """Pass the arguments of softmax attention."""
+    call = named | {"q": q}
+    happen(call)
+    return attend(cp, call.pop("q"), k, v, **call)
+
+
+def _add(happen: Happen, add: Callable[..., Any], arriving: Any, parts: Any) -> Any:
+    """Pass the sums of dk and dv that come back from other ranks of a ring."""
+    from cp_plugin.engine.comm import Pending
+
+    if arriving is None:
+        return add(arriving, parts)
+    returned = dict(zip(("dk", "dv"), arriving.wait(), strict=True))
+    happen(returned)
+    return add(Pending.done((returned["dk"], returned["dv"])), parts)
+
+
+def _send_halo(phase: str) -> Around:
+    """Pass the rows that a short convolution receives in a forward or backward."""
+
+    def send(happen: Happen, original: Callable[..., Any], mesh: Any, *args: Any) -> Any:
+        received = {"halo": original(mesh, *args)}
+        if mesh.ledger.current_phase == phase:
+            happen(received)
+        return received["halo"]
+
+    return send
+
+
+def _fold(happen: Happen, fold: Callable[..., Any], x: Any, parts: Any, documents: Any) -> Any:
+    """Pass q, k, v, decays and beta of linear attention, and where its documents begin and end."""
+    tensors = x._asdict() | ({} if documents is None else documents._asdict())
+    happen(tensors)
+    documents = documents and documents._replace(starts=tensors["starts"], ends=tensors.pop("ends"))
+    return fold(x._replace(**tensors | {"starts": None}), parts, documents)
+
+
+def _finalize(happen: Happen, finalize: Callable[..., Any], model: Any, *args: Any, **named: Any) -> Any:
+    happen(model)
+    return finalize(model, *args, **named)
+
+
+def _hook_call(number: int, happen: Happen) -> None:
     """In that call of softmax attention, less those of the tiny step; the merge weight is restored afterwards."""
-    from cp_plugin import ContextParallel
     from cp_plugin.engine.kernels import fused
     from cp_plugin.megatron.state import STATE
 
     weight, count = fused._weight, 0
 
-    @_instead(ContextParallel, "attention")
     def attention(attend: Callable[..., Any], *args: Any, **named: Any) -> Any:
         nonlocal count
         count += not STATE.trial
@@ -254,97 +307,13 @@ def _in_call(number: int, happen: Callable[..., None]) -> None:
         finally:
             fused._weight = weight
 
-
-def _at_batch(happen: Callable[..., None]) -> None:
-    """Pass the sliced batch of each micro-batch."""
-    from cp_plugin.megatron.models import gpt
-
-    @_instead(gpt, "get_batch")
-    def get_batch(get: Callable[..., Any], *args: Any, **named: Any) -> dict[str, Any]:
-        batch = get(*args, **named)
-        happen(batch)
-        return batch
+    wrap(f"{_CP}.attention", attention)
 
 
-def _at_rotation(happen: Callable[..., None]) -> None:
-    """Pass the angles by which a layer rotates its queries or keys."""
-    from megatron.core.transformer import attention, multi_latent_attention
-
-    for module in (attention, multi_latent_attention):
-
-        @_instead(module, "apply_rotary_pos_emb")
-        def rotating(rotate: Callable[..., Any], t: Any, freqs: Any, *args: Any, **named: Any) -> Any:
-            given = {"freqs": freqs}
-            happen(given)
-            return rotate(t, given["freqs"], *args, **named)
-
-
-def _at_attention(happen: Callable[..., None]) -> None:
-    """Pass the arguments of softmax attention."""
-    from cp_plugin import ContextParallel
-
-    @_instead(ContextParallel, "attention")
-    def attention(attend: Callable[..., Any], cp: Any, q: Any, k: Any, v: Any, **named: Any) -> Any:
-        given = named | {"q": q}
-        happen(given)
-        return attend(cp, given.pop("q"), k, v, **given)
-
-
-def _at_returned(happen: Callable[..., None]) -> None:
-    """Pass the sums of dk and dv that come back from other ranks of a ring."""
-    from cp_plugin.engine.comm import Pending
-    from cp_plugin.engine.methods import ring
-
-    @_instead(ring, "_added")
-    def adding(added: Callable[..., Any], arriving: Any, parts: Any) -> Any:
-        if arriving is None:
-            return added(arriving, parts)
-        returned = dict(zip(("dk", "dv"), arriving.wait(), strict=True))
-        happen(returned)
-        return added(Pending.done((returned["dk"], returned["dv"])), parts)
-
-
-def _at_halo(phase: str) -> Callable[[Callable[..., None]], None]:
-    """Pass the rows that a short convolution receives in a forward or backward."""
-
-    def put(happen: Callable[..., None]) -> None:
-        from cp_plugin.engine.attention import convolution
-
-        @_instead(convolution, "_sent")
-        def receiving(sent: Callable[..., Any], mesh: Any, *given: Any) -> Any:
-            received = {"halo": sent(mesh, *given)}
-            if mesh.ledger.current_phase == phase:
-                happen(received)
-            return received["halo"]
-
-    return put
-
-
-def _at_linear(happen: Callable[..., None]) -> None:
-    """Pass q, k, v, decays and beta of linear attention, and where its documents begin and end."""
-    from cp_plugin.engine.attention import linear
-
-    @_instead(linear, "fold")
-    def changed(fold: Callable[..., Any], x: Any, parts: Any, documents: Any) -> Any:
-        given = x._asdict() | ({} if documents is None else documents._asdict())
-        happen(given)
-        documents = documents and documents._replace(starts=given["starts"], ends=given.pop("ends"))
-        return fold(x._replace(**given | {"starts": None}), parts, documents)
-
-
-def _at_optimizer(happen: Callable[..., None]) -> None:
-    from megatron.core.optimizer.optimizer import FP32Optimizer
-
-    _before(FP32Optimizer, "prepare_grads", happen)
-
-
-def _while_saving(delay: float, step: int, happen: Callable[..., None]) -> None:
+def _hook_saving(delay: float, step: int, happen: Happen) -> None:
     """``delay`` seconds into the save of the step; if it had ended, at 0.7 times the delay of the next, and so on."""
-    from megatron.training import training
-
     wait = delay
 
-    @_instead(training, "save_checkpoint")
     def save_checkpoint(save: Callable[..., Any], iteration: int, *args: Any, **named: Any) -> Any:
         nonlocal wait
         if iteration < step:
@@ -356,39 +325,28 @@ def _while_saving(delay: float, step: int, happen: Callable[..., None]) -> None:
         wait *= 0.7
         return result
 
-
-def _at_gradient(happen: Callable[..., None]) -> None:
-    from megatron.core.distributed import finalize_model_grads as module
-    from megatron.training import training
-
-    for where in (module, training):
-        if hasattr(where, "finalize_model_grads"):
-
-            @_instead(where, "finalize_model_grads")
-            def finalize(original: Callable[..., Any], model: Any, *args: Any, **named: Any) -> Any:
-                happen(model)
-                return original(model, *args, **named)
+    wrap("megatron.training.training:save_checkpoint", save_checkpoint)
 
 
-def _at_join(happen: Callable[..., None]) -> None:
-    import torch.distributed as dist
-
-    _before(dist, "init_process_group", happen)
-
-
-_PLACES: dict[str, Callable[[Callable[..., None]], None]] = {
-    "start": lambda happen: happen(),
-    "join": _at_join,
-    "forward": _in_message("forward"),
-    "backward": _in_message("backward"),
-    "optimizer": _at_optimizer,
-    "gradient": _at_gradient,
-    "received": _at_received,
-    "batch": _at_batch,
-    "rotation": _at_rotation,
-    "attention": _at_attention,
-    "returned": _at_returned,
-    "halo": _at_halo("forward"),
-    "returned halo": _at_halo("backward"),
-    "linear": _at_linear,
+_CP, _MESH = "cp_plugin.engine.attention.api:ContextParallel", "cp_plugin.engine.comm:GroupMesh"
+_HALO = "cp_plugin.engine.attention.convolution:_sent"
+_PLACES: dict[str, tuple[Any, ...]] = {
+    "join": (_begin, "torch.distributed:init_process_group"),
+    "forward": (_deliver("forward"), f"{_MESH}._deliver"),
+    "backward": (_deliver("backward"), f"{_MESH}._deliver"),
+    "optimizer": (_begin, "megatron.core.optimizer.optimizer:FP32Optimizer.prepare_grads"),
+    "gradient": (_finalize, "megatron.training.training:finalize_model_grads"),
+    "received": (_Receive(), f"{_MESH}._exchange"),
+    "batch": (_slice_batch, "cp_plugin.megatron.models.gpt:get_batch"),
+    "rotation": (
+        _rotate,
+        "megatron.core.transformer.attention:apply_rotary_pos_emb",
+        "megatron.core.transformer.multi_latent_attention:apply_rotary_pos_emb",
+    ),
+    "attention": (_attend, f"{_CP}.attention"),
+    "returned": (_add, "cp_plugin.engine.methods.ring:_added"),
+    "halo": (_send_halo("forward"), _HALO),
+    "returned halo": (_send_halo("backward"), _HALO),
+    "linear": (_fold, "cp_plugin.engine.attention.linear:fold"),
 }
+"""Place -> what is called around a function of the training, and where that is."""

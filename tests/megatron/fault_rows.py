@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 from nightly import nightly
+from rank_faults import replace, wrap
 
 type Plant = Callable[[], None]
 
 
 def planted(target: str, name: str = "") -> Callable[[Callable[[Any], Any]], Plant]:
     """Make a fault of a function from what ``module:qualified.name`` holds to what replaces it."""
-
-    def fault_of(make: Callable[[Any], Any]) -> Plant:
-        def plant() -> None:
-            module, _, path = target.partition(":")
-            *owners, attribute = path.split(".")
-            owner = functools.reduce(getattr, owners, importlib.import_module(module))
-            setattr(owner, attribute, make(getattr(owner, attribute)))
-
-        plant.__name__ = name or make.__name__
-        return plant
-
-    return fault_of
+    return lambda make: _named(partial(replace, target, make), name or make.__name__)
 
 
 def instead(target: str, name: str = "") -> Callable[[Callable[..., Any]], Plant]:
     """Make a fault of a function that is called in the place of another, with that one as its first argument."""
-    return lambda wrong: planted(target, name or wrong.__name__)(
-        lambda original: functools.wraps(original)(lambda *args, **named: wrong(original, *args, **named))
-    )
+    return lambda wrong: _named(partial(wrap, target, wrong), name or wrong.__name__)
+
+
+def _named(plant: Any, name: str) -> Plant:
+    plant.__name__ = name
+    return plant
 
 
 def replace_slicer(slicer: Callable[..., Any]) -> None:
@@ -56,11 +48,9 @@ def stock(name: str, *places: str) -> Plant:
 
         for place in places:
             user, _, target = place.partition("=")
-            module, _, function = user.partition(":")
-            setattr(importlib.import_module(module), function, patching.original(target or user))
+            replace(user, lambda _, target=target or user: patching.original(target))
 
-    plant.__name__ = name
-    return plant
+    return _named(plant, name)
 
 
 class Fault(NamedTuple):
