@@ -86,22 +86,18 @@ def other_bounds_for_the_model(_: Any, batch: dict[str, Any]) -> Any:
 no_documents = instead(f"{GPT}:_packed_seq_params", "no_documents")(lambda _, batch: None)
 
 
-def padding_counts() -> None:
-    from cp_plugin.megatron.patches import batch
-
-    batch._BEHIND_THE_END["loss_mask"] = 1
-
-
+padding_counts = planted("cp_plugin.megatron.patches.batch:_BEHIND_THE_END", "padding_counts")(
+    lambda values: values | {"loss_mask": 1}
+)
 own_tokens_alone = instead("cp_plugin.engine.attention.convolution:_sent", "own_tokens_alone")(
     lambda fetch, *given: fetch(*given) * 0
 )
 gradients_as_states = instead("cp_plugin.engine.linear.scan:transposed", "gradients_as_states")(lambda _, x: x)
 
 
-def another_delta_net() -> None:
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-
-    GatedDeltaNet.__name__ = "GatedDeltaNet2"
+another_delta_net = planted("megatron.core.ssm.gated_delta_net:GatedDeltaNet.__name__", "another_delta_net")(
+    lambda name: f"{name}2"
+)
 
 
 # -- linear and softmax layers, FP8
@@ -109,14 +105,19 @@ def another_delta_net() -> None:
 ATTENTION = "cp_plugin.engine.attention.api:ContextParallel"
 
 
-@planted("cp_plugin.megatron.mixers.linear_attention:LinearCoreAttention.context_parallel")
-def linear_layers_in_another_layout(_: Any) -> property:
-    from cp_plugin.megatron import runtime
+def attend_in(layout: str, provider: str, kind: Any, owner: str) -> Plant:
+    """Layers of a class compute in another layout than their tokens have."""
 
-    mesh = lambda: runtime.context_parallel(kind="linear").mesh  # noqa: E731
-    return property(lambda self: ContextParallel("lasp2", mesh=mesh(), layout="contiguous"))
+    def attention(_: Any) -> ContextParallel:
+        from cp_plugin.megatron import runtime
+
+        return ContextParallel(provider, mesh=runtime.context_parallel(kind=kind).mesh, layout=layout)
+
+    name = f"{kind} attention in {layout}"
+    return planted(f"cp_plugin.megatron.mixers.{owner}.context_parallel", name)(lambda _: property(attention))
 
 
+linear_layers_in_another_layout = attend_in("contiguous", "lasp2", "linear", "linear_attention:LinearCoreAttention")
 wrong_decay_on_rank_1 = instead(f"{ATTENTION}.linear_attention", "wrong_decay_on_rank_1")(
     lambda attend, self, q, k, v, log_decay, **kwargs: attend(
         self, q, k, v, log_decay * (1.01 if dist.get_rank() == 1 else 1.0), **kwargs

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from feature_faults import STRIPED
 
 ROOT = Path(__file__).parents[3]
-STRIPED = "--context-parallel-size 2 --cp-provider striped"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fault_rows import Fault, Plant, instead, planted, ranks_of, replace_slicer, rows
-from feature_faults import FEATURES, OUT, STEP
+from feature_faults import FEATURES, OUT, STEP, STRIPED, attend_in
 from torch import Tensor
 from training import SHORT, compare, stock, train
 
@@ -21,7 +21,6 @@ from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
-STRIPED = "--context-parallel-size 2 --cp-provider striped"
 HEAD_AXIS = "--context-parallel-size 4 --cp-provider striped --cp-head-parallel 2"
 """Rank 1 holds the tokens that the layout gives number 2, and rank 2 those of number 1."""
 GRID = "--context-parallel-size 4 --cp-provider attention2d --cp-grid 2x2"
@@ -81,11 +80,7 @@ def rope_by_rank_number(_: Any, emb: Tensor, dim: int, group: Any) -> Tensor:
     return cp.layout.shard(emb, dim, cp.size, cp.index)
 
 
-@planted("cp_plugin.megatron.mixers.core_attention:CoreAttention.context_parallel")
-def zigzag_attention(_: Any) -> property:
-    from cp_plugin.megatron import runtime
-
-    return property(lambda self: ContextParallel("ring", mesh=runtime.context_parallel().mesh, layout="zigzag"))
+zigzag_attention = attend_in("zigzag", "ring", "softmax", "core_attention:CoreAttention")
 
 
 @instead(f"{ATTENTION}.segments")
@@ -141,40 +136,25 @@ sums_of_one_rank_lost = instead(f"{MESH}._reduce_scatter", "sums_of_one_rank_los
 )
 
 
-@planted(f"{MESH}._exchange")
-def received_in_the_call_before(exchange: Any) -> Any:
-    """Rank 1 attends with the keys and values of its previous call: a GPU buffer that is reused too soon."""
-    before = dict[Any, Any]()
+def keep_the_last(method: str, name: str) -> Plant:
+    """Rank 1 attends with what its previous call received: a GPU buffer that is reused too soon."""
+    last = dict[Any, Any]()
 
-    def wrong(self: Any, axis: str, tensors: Any, *ends: Any) -> Any:
-        pending = exchange(self, axis, tensors, *ends)
-        if torch.distributed.get_rank() != 1 or self.ledger.current_phase != "forward":
-            return pending
+    def wrong(move: Any, self: Any, axis: str, tensors: Any, *ends: Any) -> Any:
+        def swap(received: Any) -> Any:
+            stale, last[shapes] = last.get(shapes, received), received
+            return stale
+
         shapes = tuple(t.shape for t in tensors)
-
-        def stale() -> Any:
-            received = pending.wait()
-            found, before[shapes] = before.get(shapes, received), received
-            return found
-
-        return Pending(stale)
-
-    return wrong
-
-
-@planted(f"{MESH}._all_gather")
-def states_of_the_call_before(gather: Any) -> Any:
-    """The same for the chunk states of linear attention."""
-    before = dict[Any, Any]()
-
-    def wrong(self: Any, axis: str, tensors: Any) -> Any:
-        found = gather(self, axis, tensors).wait()
+        pending = move(self, axis, tensors, *ends)
         stale = torch.distributed.get_rank() == 1 and self.ledger.current_phase == "forward"
-        shapes = tuple(t.shape for t in tensors)
-        kept, before[shapes] = before.get(shapes, found), found
-        return Pending.done(kept if stale else found)
+        return Pending(lambda: swap(pending.wait())) if stale else pending
 
-    return wrong
+    return instead(f"{MESH}.{method}", name)(wrong)
+
+
+received_in_the_call_before = keep_the_last("_exchange", "received_in_the_call_before")
+states_of_the_call_before = keep_the_last("_all_gather", "states_of_the_call_before")
 
 
 @planted("cp_plugin.engine.attention.softmax:attend")

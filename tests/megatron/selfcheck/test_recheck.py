@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, cases
+from feature_faults import STRIPED
 from nightly import one_case
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -21,7 +22,6 @@ from cp_plugin.megatron.selfcheck.exact_rows import Exact, Rounding, Softmax, co
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
-STRIPED = "--context-parallel-size 2 --cp-provider striped"
 CHECKED = [case for case in cases() if {"check", "start"} & {*case.where}]
 STEPS = 6
 

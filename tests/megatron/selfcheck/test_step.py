@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, cases
-from feature_faults import after_slicing
+from feature_faults import STRIPED, after_slicing
 from nightly import one_case
 from state_space_kernels import STATES
 from test_planted_faults import called_with
@@ -21,7 +21,6 @@ from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
-CP = "--context-parallel-size 2 --cp-provider striped"
 STOCK = "--context-parallel-size 2 --cp-provider upstream --cp-selfcheck once"
 CHECKED, OFF = "--cp-selfcheck strict --cp-check-every 1", "--cp-selfcheck off --cp-check-every 0"
 
@@ -46,17 +45,17 @@ def _fail_in_trial(batch: dict[str, Tensor]) -> None:
 
 def test_a_step_that_cannot_be_run_is_reported_and_the_run_starts(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankError, match="--cp-selfcheck strict: the check of a training step could not be run: KeyErr"):
-        train(2, f"{CP} --cp-selfcheck strict", prepare=after_slicing(_fail_in_trial, ""))
-    got = train(2, CP, prepare=after_slicing(_fail_in_trial, ""))
+        train(2, f"{STRIPED} --cp-selfcheck strict", prepare=after_slicing(_fail_in_trial, ""))
+    got = train(2, STRIPED, prepare=after_slicing(_fail_in_trial, ""))
     assert "the check of a training step could not be run: KeyError: 'a name of this fork'" in capfd.readouterr().out
-    assert [record.losses for record in got] == [record.losses for record in train(2, f"{CP} {OFF}")]
+    assert [record.losses for record in got] == [record.losses for record in train(2, f"{STRIPED} {OFF}")]
 
     def with_a_fault() -> None:
         after_slicing(_fail_in_trial, "")()
         called_with("wrong scale", scale=1.01 / 4)()
 
     with pytest.raises(RankError, match="AttentionError: --cp-check-every: in step 1, layer"):
-        train(2, CP, steps=2, prepare=with_a_fault)
+        train(2, STRIPED, steps=2, prepare=with_a_fault)
 
 
 def test_stock_context_parallelism_of_states_is_compared_too(capfd: pytest.CaptureFixture[str]) -> None:
