@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.state import Model
 
 TOKENS = 16
-OnRank = Callable[[ContextParallel], list[Any]]
+ActAs = Callable[[ContextParallel], list[Any]]
 
 
 def one_rank_of(name: str, layout: str, size: int, index: int, **options: Any) -> ContextParallel:
@@ -49,19 +48,12 @@ def _batch() -> dict[str, Any]:
     }
 
 
-# the parameters of get_batch_on_this_cp_rank: those without a version, 0.19, and with Megatron's layout manager
-def _plainly(batch, cp_group=None): ...
-def _in_0_19(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None, use_per_sequence_balancing=False): ...
+def _plain(batch, cp_group=None):
+    """Parameters of the first ``get_batch_on_this_cp_rank``."""
 
 
-def _with_layouts(
-    batch,
-    is_hybrid_cp,
-    cp_group=None,
-    hybrid_cp_group_func=None,
-    use_per_sequence_balancing=False,
-    use_contiguous_cp=False,
-): ...
+def _newest(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None, use_contiguous_cp=False):
+    """Those with Megatron's layout manager."""
 
 
 def replace_get_batch(original: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
@@ -71,15 +63,15 @@ def replace_get_batch(original: Callable[..., Any]) -> Callable[..., dict[str, A
 
 
 @pytest.fixture
-def on_rank(adapter: None, monkeypatch: pytest.MonkeyPatch) -> OnRank:
+def act_as(adapter: None, monkeypatch: pytest.MonkeyPatch) -> ActAs:
     """Make this process one rank; the returned list collects the groups it was asked for."""
     from cp_plugin.megatron import runtime
 
-    asked: list[Any] = []
+    groups: list[Any] = []
 
     def be(cp: ContextParallel) -> list[Any]:
-        monkeypatch.setattr(runtime, "context_parallel", lambda group=None: (asked.append(group), cp)[1])
-        return asked
+        monkeypatch.setattr(runtime, "context_parallel", lambda group=None: (groups.append(group), cp)[1])
+        return groups
 
     return be
 
@@ -89,12 +81,12 @@ AT = {"contiguous": [4, 5, 6, 7], "zigzag": [2, 3, 12, 13], "striped": [1, 5, 9,
 
 
 @pytest.mark.parametrize("layout", AT)
-def test_what_else_a_batch_has(on_rank: OnRank, layout: str) -> None:
+def test_what_else_a_batch_has(act_as: ActAs, layout: str) -> None:
     """That tokens, labels, loss mask and positions are cut to every provider's layouts, training runs show."""
-    asked = on_rank(one_rank_of("all_gather", layout, 4, 1))
+    groups = act_as(one_rank_of("all_gather", layout, 4, 1))
     batch, whole = _batch(), _batch()
     whole["hidden"] = batch["hidden"]
-    assert replace_get_batch(_plainly)(batch, cp_group="group") is batch and asked[-1] == "group"
+    assert replace_get_batch(_plain)(batch, cp_group="group") is batch and groups[-1] == "group"
     assert torch.equal(batch["attention_mask"], whole["attention_mask"][:, :, AT[layout]])
     for key in ("tokens", "hidden"):
         assert torch.equal(batch[key], whole[key][:, AT[layout]])
@@ -102,58 +94,48 @@ def test_what_else_a_batch_has(on_rank: OnRank, layout: str) -> None:
         assert batch[key] is whole[key] or torch.equal(batch[key], whole[key])
 
 
-def test_contiguous_tokens_that_a_script_asks_for(on_rank: OnRank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contiguous_tokens_that_a_script_asks_for(act_as: ActAs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused where the model has others, unless Megatron converts them: then a mask's rows follow attention's."""
     from cp_plugin.megatron import runtime
 
-    slicer = replace_get_batch(_with_layouts)
-    on_rank(one_rank_of("striped", "striped", 4, 1))
+    slicer = replace_get_batch(_newest)
+    act_as(one_rank_of("striped", "striped", 4, 1))
     with pytest.raises(ValueError, match="use_contiguous_cp=True, but this model computes in the striped layout"):
         slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
-    on_rank(one_rank_of("ring", "contiguous", 4, 1))
-    found = slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
-    assert found["position_ids"][0].tolist() == AT["contiguous"]
+    act_as(one_rank_of("ring", "contiguous", 4, 1))
+    batch = slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
+    assert batch["position_ids"][0].tolist() == AT["contiguous"]
     monkeypatch.setattr(runtime, "converted", lambda: True)
-    on_rank(one_rank_of("ring", "zigzag", 4, 1))
-    found = slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
-    assert found["position_ids"][0].tolist() == AT["contiguous"]
-    assert torch.equal(found["attention_mask"], _batch()["attention_mask"][:, :, AT["zigzag"]])
+    act_as(one_rank_of("ring", "zigzag", 4, 1))
+    batch = slicer(_batch(), is_hybrid_cp=False, use_contiguous_cp=True)
+    assert batch["position_ids"][0].tolist() == AT["contiguous"]
+    assert torch.equal(batch["attention_mask"], _batch()["attention_mask"][:, :, AT["zigzag"]])
 
 
-@dataclass
-class Batches:
-    """``ContextParallelBatch`` of Megatron-Core 0.20 (``megatron.core.context_parallel.utils``), as far as it is used.
-
-    Nothing of that module is in a release that the tests install.
-    """
-
-    boundary_layout: str
-    batches_by_layout: dict[str, dict[str, Any]]
-    packed_seq_params_by_layout: dict[str, Any]
-
-    def get_batch(self, layout: str | None = None) -> dict[str, Any]:
-        return self.batches_by_layout[layout or self.boundary_layout]
-
-    def get_packed_seq_params(self, layout: str | None = None) -> Any:
-        return self.packed_seq_params_by_layout[layout or self.boundary_layout]
-
-
-def _of_several_layouts(
+def _in_layouts(
     batch: dict[str, Any],
     boundary_layout: str,
     is_hybrid_cp: bool,
     cp_group: Any,
     additional_layouts: Iterable[str] = (),
     use_per_sequence_balancing: bool = False,
-) -> Batches:
-    """``get_batches_on_this_cp_rank`` of that module, for batches in one layout."""
+) -> SimpleNamespace:
+    """``get_batches_on_this_cp_rank`` of Megatron-Core 0.20 (``megatron.core.context_parallel.utils``), for one layout.
+
+    Nothing of that module is in a release that the tests install.
+    """
     from megatron.core import utils
 
     assert not use_per_sequence_balancing and not list(additional_layouts), "left to Megatron"
     contiguous = boundary_layout == "contiguous"
     sliced = utils.get_batch_on_this_cp_rank(dict(batch), is_hybrid_cp, cp_group, use_contiguous_cp=contiguous)
     packed = None if sliced.get("cu_seqlens") is None else SimpleNamespace(cu_seqlens_q=sliced["cu_seqlens"].squeeze(0))
-    return Batches(boundary_layout, {boundary_layout: sliced}, {boundary_layout: packed})
+    return SimpleNamespace(
+        boundary_layout=boundary_layout,
+        batches_by_layout={boundary_layout: sliced},
+        packed_seq_params_by_layout={boundary_layout: packed},
+        get_packed_seq_params=lambda: packed,
+    )
 
 
 @pytest.fixture
@@ -163,8 +145,8 @@ def get_batches(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
     from cp_plugin.megatron.patches.batch import replace_get_batches
 
-    monkeypatch.setattr(utils, "get_batch_on_this_cp_rank", replace_get_batch(_with_layouts))
-    replaced = replace_get_batches(_of_several_layouts)
+    monkeypatch.setattr(utils, "get_batch_on_this_cp_rank", replace_get_batch(_newest))
+    replaced = replace_get_batches(_in_layouts)
     return lambda batch, boundary, **more: replaced(batch, boundary, False, "group", **more)
 
 
@@ -183,7 +165,7 @@ ASKED: dict[tuple[str, str, tuple[str, ...]], str] = {
 
 @pytest.mark.parametrize(("provider", "boundary", "others"), ASKED)
 def test_a_batch_in_the_layouts_that_a_script_asks_for(
-    on_rank: OnRank,
+    act_as: ActAs,
     get_batches: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     provider: str,
@@ -194,39 +176,41 @@ def test_a_batch_in_the_layouts_that_a_script_asks_for(
     from cp_plugin.megatron import runtime
 
     monkeypatch.setattr(runtime, "converted", lambda: provider == CONVERTED)
-    on_rank(one_rank_of("ring", "zigzag", 4, 1) if provider == CONVERTED else one_rank_of(provider, provider, 4, 1))
+    act_as(one_rank_of("ring", "zigzag", 4, 1) if provider == CONVERTED else one_rank_of(provider, provider, 4, 1))
     whole, said = _batch(), ASKED[provider, boundary, others]
     if said:
         with pytest.raises(ValueError, match=said):
             get_batches(whole, boundary, additional_layouts=others)
         return
-    found = get_batches(whole, boundary, additional_layouts=iter(others), use_per_sequence_balancing=True)
-    assert found.boundary_layout == boundary
-    assert list(found.batches_by_layout) == [boundary, *(layout for layout in others if layout != boundary)]
-    for layout, batch in found.batches_by_layout.items():
+    batches = get_batches(whole, boundary, additional_layouts=iter(others), use_per_sequence_balancing=True)
+    assert batches.boundary_layout == boundary
+    assert list(batches.batches_by_layout) == [boundary, *(layout for layout in others if layout != boundary)]
+    for layout, batch in batches.batches_by_layout.items():
         own = provider if layout == boundary and provider != CONVERTED else layout
         assert batch["position_ids"][0].tolist() == AT[own]
-        assert found.get_packed_seq_params(layout) is None
+        assert batches.packed_seq_params_by_layout[layout] is None
     assert torch.equal(whole["tokens"], _batch()["tokens"])
 
 
-def test_a_pack_in_the_layouts_that_a_script_asks_for(on_rank: OnRank, get_batches: Callable[..., Any]) -> None:
+def test_a_pack_in_the_layouts_that_a_script_asks_for(act_as: ActAs, get_batches: Callable[..., Any]) -> None:
     """Its documents are not divided by themselves; ranks with a head axis, and one rank, have their own tokens."""
     pack = {"cu_seqlens": torch.tensor([[0, 3, TOKENS]], dtype=torch.int32), "max_seqlen": torch.tensor([13])}
-    on_rank(one_rank_of("striped", "striped", 4, 1))
-    found = get_batches(_batch() | pack, "zigzag")
-    assert found.get_batch()["position_ids"][0].tolist() == AT["striped"]
-    assert found.get_packed_seq_params().cu_seqlens_q.tolist() == [0, 3, TOKENS]
+
+    def positions(batch: dict[str, Any], boundary: str = "zigzag", **more: Any) -> list[list[int]]:
+        by_layout = get_batches(batch, boundary, **more).batches_by_layout
+        return [batch["position_ids"][0].tolist() for batch in by_layout.values()]
+
+    act_as(one_rank_of("striped", "striped", 4, 1))
+    assert positions(_batch() | pack) == [AT["striped"]]
+    assert get_batches(_batch() | pack, "zigzag").get_packed_seq_params().cu_seqlens_q.tolist() == [0, 3, TOKENS]
     with pytest.raises(ValueError, match=r"packed documents in the layouts zigzag, contiguous, and .* request zigzag"):
         get_batches(_batch() | pack, "zigzag", additional_layouts=("contiguous",))
-    on_rank(one_rank_of("attention2d", "striped", 4, 1, head_parallel=2))
-    assert get_batches(_batch(), "zigzag").get_batch()["position_ids"][0].tolist() == list(range(2, TOKENS, 4))
+    act_as(one_rank_of("attention2d", "striped", 4, 1, head_parallel=2))
+    assert positions(_batch()) == [list(range(2, TOKENS, 4))]
     with pytest.raises(ValueError, match=r"in the contiguous layout, but .*: request striped"):
         get_batches(_batch(), "zigzag", additional_layouts=("contiguous",))
-    on_rank(one_rank_of("ring", "zigzag", 1, 0))
-    found = get_batches(_batch(), "contiguous", additional_layouts=("zigzag",))
-    for layout in ("contiguous", "zigzag"):
-        assert found.get_batch(layout)["position_ids"][0].tolist() == list(range(TOKENS))
+    act_as(one_rank_of("ring", "zigzag", 1, 0))
+    assert positions(_batch(), "contiguous", additional_layouts=("zigzag",)) == 2 * [list(range(TOKENS))]
 
 
 def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +224,7 @@ def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypa
     (patch,) = [patch for patch in OF_RUN if patch is batch.replace_get_batches]
     with pytest.raises(ValueError, match="it has no parameter cp_group, boundary_layout, additional_layouts"):
         patching.install([patch])
-    known = functools.partial(_of_several_layouts)  # another object than this module's
+    known = functools.partial(_in_layouts)  # another object than this module's
     newer.get_batches_on_this_cp_rank = known
     patching.install([patch])
     assert newer.get_batches_on_this_cp_rank is not known
@@ -248,25 +232,25 @@ def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypa
     assert newer.get_batches_on_this_cp_rank is known
 
 
-def test_batches_that_are_refused_and_one_without_tokens(on_rank: OnRank) -> None:
-    on_rank(one_rank_of("ring", "zigzag", 4, 1))
+def test_batches_that_are_refused_and_one_without_tokens(act_as: ActAs) -> None:
+    act_as(one_rank_of("ring", "zigzag", 4, 1))
     with pytest.raises(ValueError, match="multiple of 8"):
-        replace_get_batch(_plainly)({"tokens": torch.zeros(1, 12)})
+        replace_get_batch(_plain)({"tokens": torch.zeros(1, 12)})
     with pytest.raises(ValueError, match="--hybrid-context-parallel is not supported by"):
-        replace_get_batch(_in_0_19)(_batch(), is_hybrid_cp=True)
+        replace_get_batch(_newest)(_batch(), is_hybrid_cp=True)
     batch = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens"))
-    assert replace_get_batch(_plainly)(dict(batch)) == batch, "of a stage in the middle of a pipeline"
+    assert replace_get_batch(_plain)(dict(batch)) == batch, "of a stage in the middle of a pipeline"
 
 
 @pytest.fixture
-def padding(on_rank: OnRank) -> Callable[..., ContextParallel]:
+def padding(act_as: ActAs) -> Callable[..., ContextParallel]:
     """``padding()``: one of four ranks of a run with ``--cp-pad-sequence`` and sequences of 9 tokens."""
     from cp_plugin.megatron import runtime
 
     def begin(**more: Any) -> ContextParallel:
         model = Model(problem=Problem(size=4, heads=4, kv_heads=4, seq_length=12), resolved={}, padding=3, **more)
         runtime.configure(Settings(provider="ring", pad_sequence=True), model)
-        on_rank(cp := one_rank_of("striped", "striped", 4, 0))
+        act_as(cp := one_rank_of("striped", "striped", 4, 0))
         return cp
 
     return begin
@@ -276,8 +260,8 @@ def test_a_mask_is_padded_on_both_sides(padding: Callable[..., ContextParallel])
     """Trainings show it of the other entries: ``cases.toml`` (padded)."""
     from cp_plugin.megatron.patches.batch import pad_batch
 
-    found = pad_batch({"attention_mask": torch.zeros(2, 1, 9, 9, dtype=torch.bool)}, padding())["attention_mask"]
-    assert found.shape == (2, 1, 12, 12) and found[..., 9:].all() and found[..., 9:, :].all() and not found[0, 0, 8, 8]
+    mask = pad_batch({"attention_mask": torch.zeros(2, 1, 9, 9, dtype=torch.bool)}, padding())["attention_mask"]
+    assert mask.shape == (2, 1, 12, 12) and mask[..., 9:].all() and mask[..., 9:, :].all() and not mask[0, 0, 8, 8]
 
 
 @pytest.mark.parametrize(
@@ -303,10 +287,10 @@ def test_what_cannot_be_padded_is_refused(
         replace_router_forward(lambda self, input, padding_mask=None: None)(SimpleNamespace(), torch.zeros(6, 3, 8))
 
 
-def test_rope_needs_the_group_by_which_it_is_cut(on_rank: OnRank) -> None:
+def test_rope_needs_the_group_by_which_it_is_cut(act_as: ActAs) -> None:
     """That it is cut to the layout, every training run shows."""
     from cp_plugin.megatron.patches.rope import replace_get_pos_emb
 
-    on_rank(one_rank_of("ring", "zigzag", 4, 1))
+    act_as(one_rank_of("ring", "zigzag", 4, 1))
     with pytest.raises(ValueError, match="cp_group must be provided"):
         replace_get_pos_emb(lambda pos_emb, seq_dim, cp_group: None)(torch.zeros(3, TOKENS, 1, 8), 1, None)
