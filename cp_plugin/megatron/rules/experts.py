@@ -7,6 +7,7 @@ padding (``--cp-pad-sequence``), or ignore the padded length.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cp_plugin.megatron.compat import masks_expert_bias
@@ -47,6 +48,7 @@ def _sequences_of_packs(run: Run) -> bool:
 
 _UNMASKED = ("quantile_balancing",)  # load balancing without padding masks
 _PADDED = "{0.padding} tokens of padding (--cp-pad-sequence)"
+_rule = partial(Rule, late=True)
 _FIX = "leave it out, or use a --seq-length that needs no padding"
 
 
@@ -60,7 +62,7 @@ def _balancing(run: Run) -> Found:
 
 
 RULES = (
-    Rule(
+    _rule(
         name="capacity of experts",
         example="--moe-expert-capacity-factor 1.5 --num-experts 4 | "
         "--moe-expert-rank-capacity-factor 2 --num-experts 4",
@@ -68,9 +70,8 @@ RULES = (
         why="each rank would choose which tokens to drop from its own part of the sequence, not as a single rank does",
         fix="leave it out, or use --moe-expert-capacity-factor {never}, with which no token is dropped",
         looks_at=_capacity,
-        late=True,
     ),
-    Rule(
+    _rule(
         name="sinkhorn",
         example="--moe-router-load-balancing-type sinkhorn --num-experts 4",
         what="--moe-router-load-balancing-type sinkhorn",
@@ -79,9 +80,8 @@ RULES = (
         looks_at=lambda run: (
             run.args.num_experts and run.args.context_parallel_size > 1 and "sinkhorn" in balancing(run.args)
         ),
-        late=True,
     ),
-    Rule(
+    _rule(
         name="balance of each sequence in packs",
         example="--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --num-experts 4 "
         "--sft --micro-batch-size 2",
@@ -90,18 +90,16 @@ RULES = (
         why="all samples of a micro-batch form one pack, which is split across the ranks as a whole",
         fix="use --micro-batch-size 1, or aux_loss or global_aux_loss",
         looks_at=_sequences_of_packs,
-        late=True,
     ),
-    Rule(
+    _rule(
         name="balancing of padding",
         example="--moe-router-load-balancing-type quantile_balancing --num-experts 4 --seq-length 62 --cp-pad-sequence",
         what=f"--moe-router-load-balancing-type {{kind}} with {_PADDED}",
         why="it would balance the padding, too",
         fix="use aux_loss, or a --seq-length that needs no padding",
         looks_at=_balancing,
-        late=True,
     ),
-    Rule(
+    _rule(
         name="expert bias and padding",
         example="--moe-router-enable-expert-bias --num-experts 4 --seq-length 62 --cp-pad-sequence",
         what=f"--moe-router-enable-expert-bias with {_PADDED}",
@@ -110,24 +108,21 @@ RULES = (
         looks_at=lambda run: (
             _padded_experts(run) and run.args.moe_router_enable_expert_bias and not masks_expert_bias(run.version)
         ),
-        late=True,
     ),
-    Rule(
+    _rule(
         name="experts in padded micro-batches of packs",
         example="--micro-batch-size 3 --num-experts 4 --sft --seq-length 62 --cp-pad-sequence",
         what=f"{{0.packed}} and --num-experts with --micro-batch-size {{0.args.micro_batch_size}} and {_PADDED}",
         why="Megatron splits a micro-batch's pack again for experts, and every part would need its own padding",
         fix="use --micro-batch-size 1, or a --seq-length that needs no padding",
         looks_at=lambda run: _padded_experts(run) and run.packed and run.args.micro_batch_size > 1,
-        late=True,
     ),
-    Rule(
+    _rule(
         name="overlapped tensor parallelism and padding",
         example="--tp-comm-overlap --num-experts 4 --seq-length 62 --cp-pad-sequence",
         what=f"--tp-comm-overlap with {_PADDED}",
         why="its buffers are sized for --seq-length",
         fix=_FIX,
         looks_at=lambda run: run.padding and run.args.tp_comm_overlap,
-        late=True,
     ),
 )

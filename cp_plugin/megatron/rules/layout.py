@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cp_plugin.engine.core.layout import Layout
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
 _COUNTED = "with --calculate-per-token-loss, which the {0.layout_name} layout needs or the command line sets"
+
+_conflict = partial(Rule, sentence=True)
 
 
 def contiguous_between_layers(args: argparse.Namespace) -> bool:
@@ -74,16 +77,15 @@ def _placed(run: Run) -> bool:
 
 
 RULES = (
-    Rule(
+    _conflict(
         name="sequence length",
         example="--seq-length 62",
         what="{flag} {length} cannot be split evenly across --context-parallel-size {size} in the {layout} layout",
         why="it must be a multiple of {divisor}",
         fix="use {nearest}, or --cp-pad-sequence",
         looks_at=_length,
-        sentence=True,
     ),
-    Rule(
+    _conflict(
         name="losses of experts",
         example="--moe-aux-loss-coeff 0.01 --num-experts 4 --calculate-per-token-loss | "
         "--moe-z-loss-coeff 0.1 --num-experts 4 --calculate-per-token-loss | "
@@ -93,30 +95,27 @@ RULES = (
         fix="use megatron-core 0.19 or newer, or --cp-provider ring --cp-layout zigzag without that flag and without "
         "padding",
         looks_at=_experts,
-        sentence=True,
         late=True,
     ),
-    Rule(
+    _conflict(
         name="gradients of torch's FSDP",
         example="--use-torch-fsdp2 --calculate-per-token-loss",
         what=f"--use-torch-fsdp2 {_COUNTED}",
         why="Megatron does not divide torch FSDP's gradients by the number of tokens",  # with or without CP
         fix="use --cp-layout zigzag without that flag and without padding, or --use-megatron-fsdp",
         looks_at=lambda run: run.args.use_torch_fsdp2 and run.args.calculate_per_token_loss,
-        sentence=True,
         late=True,
     ),
-    Rule(
+    _conflict(
         name="gradients averaged in the collective",
         example="--ddp-average-in-collective --calculate-per-token-loss",
         what=f"--ddp-average-in-collective {_COUNTED}",
         why="gradients divided by the number of tokens must be summed over the ranks, not averaged",
         fix="leave --ddp-average-in-collective out, or use --cp-layout zigzag without that flag and without padding",
         looks_at=lambda run: run.args.ddp_average_in_collective and run.args.calculate_per_token_loss,
-        sentence=True,
         late=True,
     ),
-    Rule(
+    _conflict(
         name="layout of attention",
         example="--attention-cp-layout contiguous",
         what="--attention-cp-layout contiguous conflicts with tokens in the {0.layout.name} layout",
@@ -125,25 +124,22 @@ RULES = (
         looks_at=lambda run: (
             run.args.context_parallel_size > 1 and _contiguous_attention(run) and run.layout.name != "contiguous"
         ),
-        sentence=True,
     ),
-    Rule(
+    _conflict(
         name="documents to be placed",
         example="--cp-layout documents --cp-provider needed",
         what=f"--cp-layout {DOCUMENTS.name} without packed documents",
         why="the layout is computed for each pack from its document lengths",
         fix="pack them with --dataloader-inter-document-masking or --sft, or use another --cp-layout",
         looks_at=lambda run: _placed(run) and not run.packed,
-        sentence=True,
     ),
-    Rule(
+    _conflict(
         name="padding that is placed with documents",
         example="--cp-layout documents --num-experts 4 --cp-provider needed --cp-pad-sequence --seq-length 61 --sft",
         what=f"--cp-layout {DOCUMENTS.name} and --num-experts with {{0.padding}} tokens of padding (--cp-pad-sequence)",
         why="routers know neither the document boundaries nor which tokens are padding",
         fix="use another --cp-layout, or a --seq-length that is a multiple of --context-parallel-size",
         looks_at=lambda run: _placed(run) and run.args.num_experts and run.padding,
-        sentence=True,
         late=True,
     ),
     Rule(
