@@ -88,19 +88,15 @@ def replace_get_thd_batch(call: Call) -> tuple[dict[str, Any], Any]:
 def _slice(batch: dict[str, Any], cp: ContextParallel, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Pad and slice a batch, in place."""
     batch = pad_batch(batch, cp)
-    cp = _cut(cp, batch).cp
+    bounds = batch.get("cu_seqlens") if batch.get("cu_seqlens_padded") is None else batch["cu_seqlens_padded"]
+    tokens = next((x.size(1) for key in _BEHIND_THE_END if (x := batch.get(key)) is not None and x.dim() == 2), 0)
+    cp = MicroBatch.cut(cp, bounds, tokens).cp
     if STATE.first_batch is not None:
         compare, STATE.first_batch = STATE.first_batch, None
         compare(batch, group)
     if STATE.slices is not None:
         STATE.slices.sliced(batch, runtime.batch_layout(cp), group)
     return slice_batch(batch, cp)
-
-
-def _cut(cp: ContextParallel, batch: dict[str, Any]) -> MicroBatch:
-    where = batch.get("cu_seqlens") if batch.get("cu_seqlens_padded") is None else batch["cu_seqlens_padded"]
-    tokens = next((x.size(1) for key in _BEHIND_THE_END if (x := batch.get(key)) is not None and x.dim() == 2), 0)
-    return MicroBatch.cut(cp, where, tokens)
 
 
 def pad_batch(batch: dict[str, Any], cp: ContextParallel) -> dict[str, Any]:

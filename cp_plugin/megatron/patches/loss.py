@@ -58,14 +58,15 @@ def _sum_over_ranks(compute: Callable[..., Any], per_token: bool, output: Tensor
         STATE.slices.lost(loss, output)
     if not torch.is_grad_enabled():
         pairs = {name: x for name, x in report.items() if isinstance(x, Tensor) and x.numel() == 2}  # sum, tokens
-        report = report | {name: _summed(x, group) for name, x in pairs.items()}
+        report = report | {name: sum_ranks(x, group) for name, x in pairs.items()}
     if tokens and not per_token:
-        loss *= group.size() / _summed(tokens[0], group).clamp(min=1)  # in place, as Megatron divides it
+        loss *= group.size() / sum_ranks(tokens[0], group).clamp(min=1)  # in place, as Megatron divides it
         tokens = [torch.ones_like(tokens[0])]
     return loss, *tokens, report
 
 
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of all ranks' tensors, without a gradient. Collective over the group."""
     x = x.detach().clone()
     dist.all_reduce(x, group=group)
     return x

@@ -15,12 +15,12 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches.loss import sum_ranks
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.rules.cuda_graphs import captures_experts
 from cp_plugin.megatron.rules.experts import balancing
@@ -73,17 +73,16 @@ def replace_router_forward(call: Call) -> Any:
         padding = call["input"].new_zeros(tokens, dtype=torch.bool)
     if coefficient is None:
         return call.original(padding_mask=padding)
-    mine = torch.full((), prod(tokens), device=call["input"].device) if padding is None else (~padding).sum()
-    mine, everyone = mine.float(), mine.float()
-    dist.all_reduce(everyone, group=router.tp_cp_group)
-    weight = mine * router.tp_cp_group.size() / everyone.clamp(min=1)
+    own = torch.full((), prod(tokens), device=call["input"].device) if padding is None else (~padding).sum()
+    own = own.float()
+    weight = own * router.tp_cp_group.size() / sum_ranks(own, router.tp_cp_group).clamp(min=1)
     before = 0 if (logged := compat.logged_of_experts("z_loss")) is None else logged.clone()
     scaled = coefficient if config.calculate_per_token_loss else coefficient * weight  # or else it is a sum already
     with patching.lent(config, moe_z_loss_coeff=scaled):
-        found = call.original(padding_mask=padding)
+        scores = call.original(padding_mask=padding)
     if (logged := compat.logged_of_experts("z_loss")) is not None:
         logged.sub_(before).mul_(weight).add_(before)
-    return found
+    return scores
 
 
 def _balances_by_mask(config: Any) -> bool:

@@ -26,6 +26,7 @@ from cp_plugin.engine.common.text import group_ranks
 from cp_plugin.engine.core.layout import Layout
 from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.megatron import runtime
+from cp_plugin.megatron.patches.loss import sum_ranks
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.selfcheck.readings import named_parameters, projections
 from cp_plugin.megatron.state import STATE
@@ -155,9 +156,8 @@ def _expected(reports: Any) -> dict[str, tuple[float, float]]:
         rows = [report[key] for report in reports]
         if all(isinstance(row, Tensor) and row.numel() == 2 for row in rows):
             part = torch.stack([row.detach().double().flatten() for row in rows]).sum(0)
-            whole, own = part.clone(), part.clone()
-            dist.all_reduce(whole, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-            dist.all_reduce(own, group=parallel_state.get_data_parallel_group())
+            whole = sum_ranks(part, parallel_state.get_data_parallel_group(with_context_parallel=True))
+            own = sum_ranks(part, parallel_state.get_data_parallel_group())
             found[key] = (float(whole[0] / whole[1]), float(own[0] / own[1].clamp(min=1)))
     return found
 

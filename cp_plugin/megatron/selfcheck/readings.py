@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from cp_plugin.megatron.patches import patching
+from cp_plugin.megatron.patches.loss import sum_ranks
 
 _PROJECTIONS = 4
 _CHUNK = 1 << 20  # elements of a gradient that are projected at once
@@ -180,8 +181,7 @@ def logged_losses(reports: Any) -> dict[str, float]:
         if "loss" not in str(key) or not isinstance(reports[0][key], Tensor | float | int):
             continue  # others may well be of a rank
         rows = [torch.as_tensor(report[key]) for report in reports]
-        total = torch.stack([row.detach().double().flatten() for row in rows]).sum(0)
-        dist.all_reduce(total, group=group)
+        total = sum_ranks(torch.stack([row.detach().double().flatten() for row in rows]).sum(0), group)
         pair = total.numel() == 2
         found[f"{key!r}"] = float(total[0] / total[1]) if pair else float(total.sum()) / len(rows) / group.size()
     return found
@@ -214,9 +214,11 @@ def reduced_ones(chunks: Sequence[Any], optimizer: Any, finalize: Callable[[], A
     optimizer.prepare_grads()
     embedding = parallel_state.get_embedding_group(check_initialized=False)
     everyone = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    of_expert = _sum(x, parallel_state.get_expert_data_parallel_group()) / everyone
-    dense = [x, _sum(x, tensor), _sum(x, tensor) / tensor.size()]
-    right = {True: [of_expert, _sum(of_expert, tensor)], False: dense + [_sum(one, embedding) for one in dense]}
+    of_expert = sum_ranks(x, parallel_state.get_expert_data_parallel_group()) / everyone
+    dense = [x, sum_ranks(x, tensor), sum_ranks(x, tensor) / tensor.size()]
+    if embedding not in (None, dist.GroupMember.NON_GROUP_MEMBER):
+        dense += [sum_ranks(one, embedding) for one in dense]
+    right = {True: [of_expert, sum_ranks(of_expert, tensor)], False: dense}
     experts = {name for name, p in named if not getattr(p, "allreduce", True)}
     wrong = []
     for name, g in zip(parameter_names(chunks, optimizer), gradients(optimizer), strict=True):
@@ -254,12 +256,3 @@ def _norm_of_others(optimizer: Any, device: torch.device) -> list[str]:
         return []
     what = "the norm of gradients is that of other ranks"
     return [f"{what}: {found:.6g} for {want:.6g}, so they would be clipped otherwise"]
-
-
-def _sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over a group; x where this rank is in none."""
-    if group is None or group == dist.GroupMember.NON_GROUP_MEMBER or group.size() == 1:
-        return x
-    total = x.clone()
-    dist.all_reduce(total, group=group)
-    return total

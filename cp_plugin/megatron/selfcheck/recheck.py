@@ -134,16 +134,16 @@ class _Watch:
     def _softmax(self, module: CoreAttention, call: Mapping[str, Any], out: Tensor) -> None:
         q, k, v = (call[name] for name in ("query", "key", "value"))
         batch = module.micro_batch(call.get("packed_seq_params"), q.size(0))
-        place, documents = self._drawn.place(batch.cp, module.cp_group, module), batch.bounds
-        shape = (k.size(0), 1, k.size(1)) if documents is not None and k.dim() == 3 else k.shape
-        identities = Identities(place, q, shape, documents)
-        identities.watch({"q": q, "k": k, "v": v, "out": out}, SOFTMAX, shape[2])
+        place = self._drawn.place(batch.cp, module.cp_group, module)
+        wide = (q, k, v) if batch.documents is None else tuple(x.unsqueeze(1) for x in (q, k, v))  # [s, b, h, d]
+        identities = Identities(place, q, wide[1].shape, batch.bounds)
+        identities.watch({"q": q, "k": k, "v": v, "out": out}, SOFTMAX, wide[1].size(2))
         if not self._drawn.rows:
             return
         causal = (call.get("attn_mask_type") or module.attn_mask_type) in _CAUSAL
         scores = Scores.from_call(q, module.softmax_scale, module.softcap)
         count = _ROWS if place.problems is None else q.size(0)
-        rows = Rows(place, count, *((q, k, v) if documents is None else (x.unsqueeze(1) for x in (q, k, v))), out)
+        rows = Rows(place, count, *wide, out)
         sink = None if module.softmax_offset is None else module.softmax_offset[rows.head].detach().clone()
 
         def exact(keys: Tensor, values: Tensor) -> Softmax:

@@ -40,6 +40,7 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.mixers import fp8_scaling, gated_delta_net
 from cp_plugin.megatron.mixers.core_attention import CoreAttention
 from cp_plugin.megatron.patches import padding, patching, rope
+from cp_plugin.megatron.patches.loss import sum_ranks
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.selfcheck import first_step, readings, recheck, tiny_batch
 from cp_plugin.megatron.selfcheck.first_step import StepError, layout_of_run
@@ -141,11 +142,7 @@ def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequen
 
 class _Step:
     def __init__(
-        self,
-        schedule: Callable[..., Any],
-        named: Mapping[str, Any],
-        chunks: Sequence[Any],
-        optimizer: Any,
+        self, schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequence[Any], optimizer: Any
     ) -> None:
         self.schedule, self.named, self.chunks, self.optimizer = schedule, named, chunks, optimizer
         self.args, self.size, self.config = global_vars._GLOBAL_ARGS, _size(), patching.inner_model(chunks[0]).config
@@ -253,9 +250,8 @@ class _Step:
                 values["the norm of gradients"] = float(self.optimizer.get_grad_norm())
             values |= readings.saved_buffers(self.chunks)
             if scores:
-                total = torch.stack(scores).sum()
-                dist.all_reduce(total, group=parallel_state.get_tensor_and_context_parallel_group())
-                values["the scores of experts"] = float(total)
+                group = parallel_state.get_tensor_and_context_parallel_group()
+                values["the scores of experts"] = float(sum_ranks(torch.stack(scores).sum(), group))
             return readings.Result(readings.projections(readings.gradients(self.optimizer)), values)
 
     def _experts_fixed(self) -> AbstractContextManager[list[Tensor]]:
