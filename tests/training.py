@@ -153,9 +153,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def run(
-    script: str | None,
-    main: Callable[[], object] | None = None,
-    ask: Callable[[torch.nn.Module], Any] | None = None,
+    script: str | None, main: Callable[[], object] | None = None, ask: Callable[[torch.nn.Module], Any] | None = None
 ) -> Record:
     """Train in this process, by sys.argv, with ``script``, ``main`` or the plugin's own loop; ask: as ``train``'s."""
     record = Record()

@@ -53,10 +53,7 @@ class _Place:
 
 
 def create(
-    settings: Settings,
-    options: GroupOptions,
-    model: Model | None = None,
-    cp_group: dist.ProcessGroup | None = None,
+    settings: Settings, options: GroupOptions, model: Model | None = None, cp_group: dist.ProcessGroup | None = None
 ) -> None:
     """Make the groups of every context-parallel group, and register this rank's ``ContextParallel``; collective.
 

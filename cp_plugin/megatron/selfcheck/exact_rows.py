@@ -94,15 +94,7 @@ class Softmax:
     """
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        hidden: Tensor,
-        made: Scores,
-        *,
-        sink: Tensor | None,
-        rounding: Rounding,
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, made: Scores, *, sink: Tensor | None, rounding: Rounding
     ) -> None:
         """q ``[r, d]``, k ``[n, d]``, v ``[n, e]`` as the kernel has them, hidden: bool ``[r, n]``, sink: scalar."""
         self.k, self.v, self.rounding, scale = k, v, rounding, made.scale

@@ -42,9 +42,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: None) -> I
 
 
 def _patch(
-    target: str = "somelib:slow",
-    make: Callable = lambda original: lambda x: original(x) * 10,
-    **more: Any,
+    target: str = "somelib:slow", make: Callable = lambda original: lambda x: original(x) * 10, **more: Any
 ) -> Patch:
     return Patch(target=target, make=make, reason="a test", **more)
 
