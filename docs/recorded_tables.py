@@ -35,7 +35,7 @@ def faults() -> str:
 
 def edits() -> str:
     """Count harmful edits of Megatron by what refuses them."""
-    said = [edit["found"] for edit in tomllib.loads((_ROOT / "tests/megatron/edits.toml").read_text())["harmful"]]
+    said = [edit["refusal"] for edit in tomllib.loads((_ROOT / "tests/megatron/edits.toml").read_text())["harmful"]]
     step, own = map(said.count, ("differs from the step on one rank", "otherwise than Megatron's own attention"))
     rest = len(said) - step - own
     return f"Of {len(said)} harmful edits the step refuses {step}, Megatron's own attention {own}, other checks {rest}."

@@ -39,7 +39,7 @@ class Edit:
     name: str
     changes: tuple[Change, ...]
     flags: str  # of a run that it matters to
-    found: str = ""  # pattern of the refusal; empty: it is harmless
+    refusal: str = ""  # its pattern; empty: it is harmless
     of_itself: bool = False  # whether it changes losses, with the self-check and without
 
 
@@ -64,15 +64,15 @@ def texts(edit: Edit, root: Path) -> dict[str, tuple[str, str]]:
     Raises:
         ValueError: for an old text that does not occur exactly once.
     """
-    found: dict[str, tuple[str, str]] = {}
+    edited: dict[str, tuple[str, str]] = {}
     for change in edit.changes:
         file = Path(str(_module(SCRIPT).__file__)) if change.file == SCRIPT else root / change.file
         old = file.read_text(encoding="utf-8")
-        old, new = found.get(change.file, (old, old))
+        old, new = edited.get(change.file, (old, old))
         if (times := new.count(change.old)) != 1 and not (change.everywhere and times):
             raise ValueError(f"{edit.name}: {change.file} has {change.old!r} {times} times, needed exactly once")
-        found[change.file] = old, new.replace(change.old, change.new)
-    return found
+        edited[change.file] = old, new.replace(change.old, change.new)
+    return edited
 
 
 def apply(edit: Edit, folder: Path) -> None:
@@ -147,13 +147,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def _function(module: ModuleType, name: str) -> FunctionType:
     """The function itself, without what is around it."""
-    found: Any = module
+    holder: Any = module
     for part in name.split("."):
-        found = vars(found)[part]
-    found = getattr(found, "fget", None) or getattr(found, "__func__", found)
-    while not (isinstance(found, FunctionType) and found.__code__.co_qualname == name):
-        found = found.__wrapped__
-    return found
+        holder = vars(holder)[part]
+    holder = getattr(holder, "fget", None) or getattr(holder, "__func__", holder)
+    while not (isinstance(holder, FunctionType) and holder.__code__.co_qualname == name):
+        holder = holder.__wrapped__
+    return holder
 
 
 def _value(node: ast.expr, module: ModuleType) -> Any:

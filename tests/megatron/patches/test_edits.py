@@ -24,8 +24,8 @@ pytestmark = [
 ]
 
 EDITS = {edit.name: edit for edit in edits.read()}
-HARMLESS = [name for name, edit in EDITS.items() if not edit.found]
-HARMFUL = [name for name, edit in EDITS.items() if edit.found]
+HARMLESS = [name for name, edit in EDITS.items() if not edit.refusal]
+HARMFUL = [name for name, edit in EDITS.items() if edit.refusal]
 
 
 def test_the_lists_are_long_enough() -> None:
@@ -53,7 +53,7 @@ def test_harmful_edits_are_refused(name: str, tmp_path: Path) -> None:
     edit = EDITS[name]
     with pytest.raises(RankError) as raised:
         _train(edit.flags, edit, tmp_path)
-    assert re.search(edit.found, str(raised.value)) is not None, str(raised.value)
+    assert re.search(edit.refusal, str(raised.value)) is not None, str(raised.value)
 
 
 def _losses(records: Sequence[Record]) -> list[list[float]]:
