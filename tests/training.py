@@ -253,10 +253,10 @@ stock = functools.cache(train)
 
 def compare(got: Sequence[Record], want: Sequence[Record], *, steps: int, limits: Sequence[float] = LIMITS) -> None:
     """Raise AssertionError, or ValueError (``gap``), unless losses and gradients are those of the other run."""
-    found, (first, loss, grad) = gap(got, want), limits
-    assert found.grad <= grad, f"gradient of {found.where}: {found.grad:.1e} off"
+    difference, (first, loss, grad) = gap(got, want), limits
+    assert difference.grad <= grad, f"gradient of {difference.where}: {difference.grad:.1e} off"
     assert {len(record.losses) for record in got} <= {0, steps}
-    assert found.first <= first and found.loss <= loss, found
+    assert difference.first <= first and difference.loss <= loss, difference
 
 
 def assert_same_bits(got: Sequence[Record], want: Sequence[Record]) -> None:
@@ -281,7 +281,7 @@ class Gap(NamedTuple):
     first: float = 0.0
     """Of the first step's loss."""
 
-    def within(self, limit: Gap) -> bool:
+    def fits(self, limit: Gap) -> bool:
         """Compare loss, norm and gradients; NaN is within no limit."""
         return self.loss <= limit.loss and self.norm <= limit.norm and self.grad <= limit.grad
 
@@ -311,7 +311,7 @@ def gap(got: Sequence[Record], want: Sequence[Record]) -> Gap:
             grads.append((error / norm if norm else math.inf * error if error else 0.0, name))
     if not losses:
         raise ValueError("no rank reported a loss")
-    error, where = max(grads, key=lambda found: (math.isnan(found[0]), found[0]))
+    error, where = max(grads, key=lambda pair: (math.isnan(pair[0]), pair[0]))
     return Gap(worst(losses), worst(norms), error, where, worst(firsts))
 
 

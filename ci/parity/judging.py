@@ -83,7 +83,7 @@ class Judge:
             verdict.cost = cost(stock, self._runner.run(matrix.stock(exact, device)))
             verdict.limit = at_least(verdict.limit, allowed(verdict.cost))
         verdict.plugin = gap(self._runner.once(matrix.plugin(case, device)), stock)
-        verdict.result = "PASS" if verdict.plugin.within(verdict.limit) else "FAIL"
+        verdict.result = "PASS" if verdict.plugin.fits(verdict.limit) else "FAIL"
         reason = matrix.no_upstream(case, device) or matrix.models[case.model].wrong
         notes = [f"upstream: {reason}"] if reason is not None else []
         pairs = zip(Gap._fields[:3], verdict.plugin[:3], verdict.limit[:3], strict=True)
