@@ -52,10 +52,10 @@ def run(chunks: Sequence[torch.nn.Module]) -> None:
     Raises:
         ValueError: on every rank, if any attention layer on any rank is not the plugin's.
     """
-    found = union(gather_objects(coverage(chunks, parallel_state.get_pipeline_model_parallel_rank())))
-    check(found)
+    total = union(gather_objects(coverage(chunks, parallel_state.get_pipeline_model_parallel_rank())))
+    check(total)
     if dist.get_rank() == 0:
-        show(found)
+        show(total)
 
 
 def union(ranks: Sequence[Coverage]) -> Coverage:
@@ -66,32 +66,32 @@ def union(ranks: Sequence[Coverage]) -> Coverage:
 
 def coverage(chunks: Sequence[torch.nn.Module], stage: int) -> Coverage:
     """Classify the layers of this rank's model chunks."""
-    found: dict[str, list[str]] = defaultdict(list)
+    labels: dict[str, list[str]] = defaultdict(list)
     backends = set()
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             label = f"pipeline stage {stage}, chunk {number}: {name}"
             if isinstance(module, AnyCoreAttention):
-                found["replaced"].append(label)
+                labels["replaced"].append(label)
                 backends.add(_backend(module, chunk))
                 if module.kind == "linear":
-                    found["linear"].append(label)
+                    labels["linear"].append(label)
             elif mixers.keeps_layout(module):
                 if isinstance(module, TransformerLayer) or type(module).__name__ == "MambaLayer":
-                    found["states"].append(label)
+                    labels["states"].append(label)
                 if mixers.computed_in(module) is not None:
                     options = runtime.context_parallel(kind="linear").options
                     backends.add(_linear_kernel(options, module.config.params_dtype, chunk))
             elif name.rpartition(".")[2] == "core_attention" or _is_other_attention(module):
-                found["missed"].append(f"{label} ({type(module).__name__})")
+                labels["missed"].append(f"{label} ({type(module).__name__})")
             if mixers.converts(module):
-                found["converted"].append(label)
-    return Coverage(**found, backends=sorted(backends))
+                labels["converted"].append(label)
+    return Coverage(**labels, backends=sorted(backends))
 
 
-def check(found: Coverage) -> None:
+def check(total: Coverage) -> None:
     """ValueError if an attention layer on any rank is not the plugin's, or if there is none at all."""
-    missed, replaced, converted = found.missed, found.replaced, found.converted
+    missed, replaced, converted = total.missed, total.replaced, total.converted
     if missed:
         raise ValueError(
             f"{runtime.settings().flag} does not run in every attention layer of this model: "
@@ -110,12 +110,12 @@ def check(found: Coverage) -> None:
         )
 
 
-def show(found: Coverage) -> None:
+def show(total: Coverage) -> None:
     """Print the audit as a table, and warnings again below it."""
     cp, terminal = runtime.context_parallel(), sys.stdout.isatty()
     table = Table("context parallelism", f"cp_plugin {__version__}", box=box.ROUNDED if terminal else box.ASCII)
     table.columns[1].overflow = "fold"  # the name of a function is not cut
-    layers = found.replaced
+    layers = total.replaced
     if runtime.settings().softmax:
         table.add_row("provider", f"{cp.provider.name}: {cp.provider.summary}")
     for number, line in enumerate(runtime.settings().planned):
@@ -132,16 +132,16 @@ def show(found: Coverage) -> None:
         table.add_row("padding", f"{model.padding} masked tokens after every {model.tokens}")
     for flag, value in option_flags.shown(cp.options).items():
         table.add_row(flag, value)
-    table.add_row("backend", "\n".join(found.backends))
+    table.add_row("backend", "\n".join(total.backends))
     for number, reason in enumerate(cp.why):
         table.add_row("" if number else "why", reason)
-    parts = "" if linear is None else f": {len(found.linear)} linear, {len(layers) - len(found.linear)} softmax"
+    parts = "" if linear is None else f": {len(total.linear)} linear, {len(layers) - len(total.linear)} softmax"
     table.add_row("attention layers", f"{len(layers)} of {len(layers)} replaced{parts}")
     if runtime.settings().delta_net is not None:
         by = runtime.context_parallel(kind="linear").provider
         table.add_row("gated delta net", f"by {by.name}: {by.summary}")
-    if found.states:
-        table.add_row("Mamba and gated delta net", f"{len(found.states)} layers, tokens in the order of the layout")
+    if total.states:
+        table.add_row("Mamba and gated delta net", f"{len(total.states)} layers, tokens in the order of the layout")
     if ahead := sum(".mtp." in name for name in layers):
         table.add_row("multi-token prediction", f"{ahead} of these layers; next tokens follow the layout")
     table.add_row("self-check", "once, before training" if runtime.settings().selfcheck else "off")

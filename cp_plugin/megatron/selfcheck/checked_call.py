@@ -69,7 +69,7 @@ class Place:
         with self.cp.mesh.ledger.phase(PHASE), torch.no_grad():
             yield
 
-    def by_rank(self, texts: Sequence[str]) -> list[str]:
+    def name_ranks(self, texts: Sequence[str]) -> list[str]:
         """Return what is wrong on the ranks of the group, from a text of each, which may be empty."""
         return [f"rank {rank}: {text}" for rank, text in zip(self.ranks, texts, strict=True) if text]
 
@@ -163,7 +163,7 @@ class Every(Drawn):
         return taken
 
     @property
-    def found(self) -> list[str]:
+    def summary(self) -> list[str]:
         """What is wrong on this rank, in short."""
         texts = self.problems or []
         return [*texts[:2], f"and {len(texts) - 2} more"] if len(texts) > 3 else texts

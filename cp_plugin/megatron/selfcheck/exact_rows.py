@@ -114,7 +114,7 @@ class Softmax:
         lost = (with_sink.amax(1, keepdim=True) - self.lse).exp() * rounding.smallest / 2
         self.lost = lost.masked_fill(hidden, 0)
 
-    def out(self) -> Exact:
+    def output(self) -> Exact:
         """``[r, e]``."""
         u, a = self.rounding.unit, self.rounding.accumulation
         relative = 4 * u + 4 * self.p.size(1) ** 0.5 * a + self.spread
@@ -124,9 +124,9 @@ class Softmax:
     def dq(self, dout: Tensor) -> Exact:
         """dout ``[r, e]`` -> ``[r, d]``."""
         u, a = self.rounding.unit, self.rounding.accumulation
-        out, dout = self.out(), dout.double()
+        out, dout = self.output(), dout.double()
         parts = [(dout @ part.T, dout.abs() @ part.abs().T) for part in _wide(self.v)]
-        dp, size = (torch.cat(found, 1) for found in zip(*parts, strict=True))
+        dp, size = (torch.cat(chunks, 1) for chunks in zip(*parts, strict=True))
         delta = (dout * out.rows).sum(1, keepdim=True)
         beside = (dout.abs() * out.bound).sum(1, keepdim=True)
         relative = (4 + self.rounding.hops) * u + 4 * self.p.size(1) ** 0.5 * a + self.spread
@@ -156,7 +156,7 @@ class Linear:
         self.states, self.magnitudes, squares = (_states(y, at) for y in (x, added, squared))
         self.squares = squares + self.states.square()
 
-    def out(self) -> Exact:
+    def output(self) -> Exact:
         """``[r, e]``."""
         return self._read("rd,rde->re", self.q)
 
@@ -177,11 +177,11 @@ def _states(x: Tokens, at: Sequence[int]) -> Tensor:
     x = x.each(lambda y: y if y.dtype == torch.bool else y.double())
     state = x.k.new_zeros(1, 1, x.k.size(3), x.v.size(3))
     ends = sorted({0, *(token + 1 for token in at), *range(_SLAB, max(at), _SLAB)})
-    found = {}
+    by_end = {}
     for start, stop in pairwise(ends):
         _, state = rules.run(x.select(slice(start, stop)), state)
-        found[stop] = state[0, 0]
-    return torch.stack([found[token + 1] for token in at])
+        by_end[stop] = state[0, 0]
+    return torch.stack([by_end[token + 1] for token in at])
 
 
 def _scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,7 @@ def _product(weights: Tensor, x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]
     lengths = [part.size(0) for part in _wide(x)]
     parts = zip(weights.split(lengths, 1), bound.split(lengths, 1), _wide(x), strict=True)
     products = [(w @ part, b @ part.abs()) for w, b, part in parts]
-    rows, bounds = (torch.stack(found).sum(0) for found in zip(*products, strict=True))
+    rows, bounds = (torch.stack(chunks).sum(0) for chunks in zip(*products, strict=True))
     return rows, bounds
 
 

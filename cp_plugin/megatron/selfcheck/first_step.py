@@ -81,7 +81,7 @@ def replace_training_log(call: Call) -> Any:
 
 def _logged_otherwise(expected: Mapping[str, tuple[float, float]], logged: Any) -> list[str]:
     """Losses that are logged after the first step as multiples, or of one rank's part alone."""
-    size, found = parallel_state.get_context_parallel_world_size(), []
+    size, problems = parallel_state.get_context_parallel_world_size(), []
     for key, (right, part) in expected.items() if isinstance(logged, Mapping) else ():
         if key not in logged or not isinstance(logged[key], Tensor | float) or isclose(right, 0):
             continue
@@ -91,8 +91,8 @@ def _logged_otherwise(expected: Mapping[str, tuple[float, float]], logged: Any) 
             wrong[part] = "this context-parallel rank's part alone"
         for other, why in wrong.items():
             if isclose(value, other, rel_tol=1e-5) and not isclose(value, right, rel_tol=1e-5):
-                found.append(f"the loss that is logged as {key!r} is {value:.6g} instead of {right:.6g}, {why}")
-    return found
+                problems.append(f"the loss that is logged as {key!r} is {value:.6g} instead of {right:.6g}, {why}")
+    return problems
 
 
 def once(owner: Any, name: str, look: Callable[..., None]) -> None:
@@ -115,7 +115,7 @@ def _unlike(chunks: Sequence[Any]) -> list[str]:
         True: parallel_state.get_data_parallel_group(with_context_parallel=True),
         False: parallel_state.get_expert_data_parallel_group(),
     }
-    found = []
+    different = []
     for dense, group in groups.items():
         these = [(name, p.detach()) for name, p in named if getattr(p, "allreduce", True) is dense]
         if not these or group.size() == 1:
@@ -124,9 +124,9 @@ def _unlike(chunks: Sequence[Any]) -> list[str]:
         most = torch.stack((sums, -sums))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         apart = (most.sum(0).amax(1) > _SAME * sums[:, 1]).tolist()
-        found += [name for (name, _), wrong in zip(these, apart, strict=True) if wrong]
-    others = f"and {len(found) - 1} other weights different on ranks that hold the same"
-    return [f"the first step left {found[0]} {others}"] if found else []
+        different += [name for (name, _), wrong in zip(these, apart, strict=True) if wrong]
+    others = f"and {len(different) - 1} other weights different on ranks that hold the same"
+    return [f"the first step left {different[0]} {others}"] if different else []
 
 
 def _main_gradients(chunks: Sequence[Any]) -> Tensor:
@@ -151,20 +151,20 @@ def _multiples(before: Tensor, after: Tensor, size: int) -> list[str]:
 
 def _expected(reports: Any) -> dict[str, tuple[float, float]]:
     """Return, by name, the loss over all ranks, and over this context-parallel rank and its data-parallel ones."""
-    found: dict[str, tuple[float, float]] = {}
+    losses: dict[str, tuple[float, float]] = {}
     for key in reports[0] if reports and isinstance(reports[0], dict) else ():
         rows = [report[key] for report in reports]
         if all(isinstance(row, Tensor) and row.numel() == 2 for row in rows):
             part = torch.stack([row.detach().double().flatten() for row in rows]).sum(0)
             whole = sum_ranks(part, parallel_state.get_data_parallel_group(with_context_parallel=True))
             own = sum_ranks(part, parallel_state.get_data_parallel_group())
-            found[key] = (float(whole[0] / whole[1]), float(own[0] / own[1].clamp(min=1)))
-    return found
+            losses[key] = (float(whole[0] / whole[1]), float(own[0] / own[1].clamp(min=1)))
+    return losses
 
 
-def stop_if_any(found: list[str]) -> None:
+def stop_if_any(problems: list[str]) -> None:
     """StepError on all ranks, if any has found something; collective."""
-    by_rank = {rank: "; ".join(texts) for rank, texts in enumerate(gather_objects(found)) if texts}
+    by_rank = {rank: "; ".join(texts) for rank, texts in enumerate(gather_objects(problems)) if texts}
     if not by_rank:
         return
     ranks_of = group_ranks(list(by_rank.values()), list(by_rank))

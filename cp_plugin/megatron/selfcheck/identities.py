@@ -105,11 +105,11 @@ class Identities:
     def _judge(self) -> None:
         place, size = self.place, self.place.cp.size
         digests = [_rank_digests(rows, size) for exchange in self._exchanged for rows in exchange]
-        mine = [dots.flatten() for dots in self._dots.values()] + [x.view(torch.float64) for x in digests]
-        everyone = gather_ranks(place.cp.mesh, torch.cat(mine)).cpu().split([x.numel() for x in mine], 1)
-        found = [x.contiguous().view(torch.int64) for x in everyone[len(self._dots) :]]
+        own = [dots.flatten() for dots in self._dots.values()] + [x.view(torch.float64) for x in digests]
+        everyone = gather_ranks(place.cp.mesh, torch.cat(own)).cpu().split([x.numel() for x in own], 1)
+        halos = [x.contiguous().view(torch.int64) for x in everyone[len(self._dots) :]]
         wrong = []
-        for name, left, arrived in zip(("forward", "backward"), found[::2], found[1::2], strict=False):
+        for name, left, arrived in zip(("forward", "backward"), halos[::2], halos[1::2], strict=False):
             ranks = place.ranks
             pairs = [f"rank {ranks[to]} from rank {ranks[of]}" for of, to in (left != arrived.T).nonzero().tolist()]
             if pairs:
@@ -136,11 +136,11 @@ class Identities:
 def _rank_digests(rows: Rows, size: int) -> Tensor:
     """Digests of the rows of each other rank, int64 ``[size]``."""
     x, at, counts = rows
-    found = torch.zeros(size, dtype=torch.int64, device=x.device)
+    digests = torch.zeros(size, dtype=torch.int64, device=x.device)
     for rank, (some, places) in enumerate(zip(x.split(counts), at.split(counts), strict=True)):
         if len(some):
-            found[rank] = digest(some.flatten(1).t(), places)
-    return found
+            digests[rank] = digest(some.flatten(1).t(), places)
+    return digests
 
 
 def sums(name: str, x: Tensor, dx: Tensor, shape: Sequence[int], weights: Tensor | None = None) -> Tensor:

@@ -57,14 +57,14 @@ class OneRank:
     def _divided() -> list[dist.ProcessGroup]:
         """Groups that hold several context-parallel ranks of one sequence, in a common order."""
         own = set(dist.get_process_group_ranks(parallel_state.get_context_parallel_group()))
-        found: dict[int, dist.ProcessGroup] = {}
+        groups: dict[int, dist.ProcessGroup] = {}
         for name, value in sorted(vars(parallel_state).items()):
             for group in value if isinstance(value, list) else [value]:
                 if not isinstance(group, dist.ProcessGroup) or not _DIVIDES.search(name):
                     continue
                 if len(own & set(dist.get_process_group_ranks(group))) > 1:
-                    found[id(group)] = group
-        return list(found.values())
+                    groups[id(group)] = group
+        return list(groups.values())
 
     def used(self) -> tuple[int, int]:
         """Return how many collectives have begun in the swapped groups, and in a script's own groups of the same ranks.

@@ -67,21 +67,21 @@ class Reference:
             names: of the gradients.
             floor: smallest limit, relative to a gradient's norm.
         """
-        found = []
+        problems = []
         apart, growth = self.apart(many), self.growth
         limits = (_GROWTH * growth.clamp(min=self.typical_growth())).clamp(min=floor)
         wrong = (~(apart <= limits)).nonzero().flatten().tolist()
         if wrong:
             first, limit = wrong[0], float(limits[wrong[0]])
-            found.append(
+            problems.append(
                 f"the gradient of {names[first]} by {float(apart[first]):.1e} of its norm (allowed {limit:.0e}"
                 f"{self._factor(many, first, limit)}), the first of {len(wrong)} of {len(names)} that differ"
             )
         for key in many.values.keys() & self.alone.values.keys():
             a, b = many.values[key], self.alone.values[key]
             if not abs(a - b) <= max(floor * abs(b), *(_GROWTH * abs(one.values[key] - b) for one in self.moved)):
-                found.append(f"{key}: {a:.6g} instead of {b:.6g}")
-        return found
+                problems.append(f"{key}: {a:.6g} instead of {b:.6g}")
+        return problems
 
     def _factor(self, many: Result, place: int, limit: float) -> str:
         """Name the factor, if one gradient is a multiple of the other."""
@@ -132,12 +132,12 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 
 def gradients(optimizer: Any) -> list[Tensor | None]:
     """Return what the optimizer would read, flat, of this rank's parts."""
-    found: list[Tensor | None] = []
+    flat: list[Tensor | None] = []
     for p in _parameters(optimizer):
         g = getattr(p, "decoupled_grad", None) if p.grad is None else p.grad
         g = g.to_local() if hasattr(g, "to_local") else g
-        found.append(None if g is None else g.detach().flatten())
-    return found
+        flat.append(None if g is None else g.detach().flatten())
+    return flat
 
 
 def named_parameters(chunks: Sequence[Any], chunk: Any) -> list[tuple[str, Tensor]]:
@@ -154,37 +154,37 @@ def parameter_names(chunks: Sequence[Any], optimizer: Any) -> list[str]:
         for name, p in named_parameters(chunks, chunk):
             known[id(p)] = known[id(getattr(p, "main_param", p))] = name
             spans.append((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name))
-    found = []
+    names = []
     for place, p in enumerate(_parameters(optimizer)):
         at = next((name for low, high, name in spans if low <= p.data_ptr() < high), f"parameter {place}")
-        found.append(known.get(id(p), at))
-    return found
+        names.append(known.get(id(p), at))
+    return names
 
 
 def saved_buffers(chunks: Sequence[Any]) -> dict[str, float]:
     """A number for each of the buffers that checkpoints have, such as biases of experts."""
-    found = {}
+    sums = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
         for name, x in module._buffers.items():
             if x is not None and x.is_floating_point() and name not in module._non_persistent_buffers_set:
                 numbers = torch.arange(x.numel(), device=x.device)
-                found[f"{name} of {type(module).__name__} {len(found)}"] = float(
+                sums[f"{name} of {type(module).__name__} {len(sums)}"] = float(
                     x.flatten().double() @ signs(numbers, 0).double()
                 )
-    return found
+    return sums
 
 
 def logged_losses(reports: Any) -> dict[str, float]:
     """Return what would be logged of the losses: means, or quotients of sums, over micro-batches and these ranks."""
-    group, found = parallel_state.get_context_parallel_group(), {}
+    group, losses = parallel_state.get_context_parallel_group(), {}
     for key in reports[0] if reports and isinstance(reports[0], dict) else ():
         if "loss" not in str(key) or not isinstance(reports[0][key], Tensor | float | int):
             continue  # others may well be of a rank
         rows = [torch.as_tensor(report[key]) for report in reports]
         total = sum_ranks(torch.stack([row.detach().double().flatten() for row in rows]).sum(0), group)
         pair = total.numel() == 2
-        found[f"{key!r}"] = float(total[0] / total[1]) if pair else float(total.sum()) / len(rows) / group.size()
-    return found
+        losses[f"{key!r}"] = float(total[0] / total[1]) if pair else float(total.sum()) / len(rows) / group.size()
+    return losses
 
 
 def reduced_ones(chunks: Sequence[Any], optimizer: Any, finalize: Callable[[], Any], scale: float) -> list[str]:
@@ -227,8 +227,8 @@ def reduced_ones(chunks: Sequence[Any], optimizer: Any, finalize: Callable[[], A
             allowed = [float(one) for one in right[name in experts]]
             if not any(isclose(least, one, rel_tol=1e-2) and isclose(most, one, rel_tol=1e-2) for one in allowed):
                 wrong.append(f"the gradient of {name} by {least / allowed[0]:.4g}")
-    found = [f"reduction over ranks scales {wrong[0]}, and {len(wrong) - 1} others"] if wrong else []
-    return found + _norm_of_others(optimizer, device)
+    problems = [f"reduction over ranks scales {wrong[0]}, and {len(wrong) - 1} others"] if wrong else []
+    return problems + _norm_of_others(optimizer, device)
 
 
 def _norm_of_others(optimizer: Any, device: torch.device) -> list[str]:
@@ -251,8 +251,8 @@ def _norm_of_others(optimizer: Any, device: torch.device) -> list[str]:
     copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     if kind == "DistributedOptimizer":
         copies = getattr(parts[0].ddp_config, "num_distributed_optimizer_instances", 1)
-    found, want = float(optimizer.get_grad_norm()), float(total / copies) ** 0.5
-    if isclose(found, want, rel_tol=1e-3):
+    norm, want = float(optimizer.get_grad_norm()), float(total / copies) ** 0.5
+    if isclose(norm, want, rel_tol=1e-3):
         return []
     what = "the norm of gradients is that of other ranks"
-    return [f"{what}: {found:.6g} for {want:.6g}, so they would be clipped otherwise"]
+    return [f"{what}: {norm:.6g} for {want:.6g}, so they would be clipped otherwise"]

@@ -251,7 +251,7 @@ class Rows:
             AttentionError: on every rank, naming the wrong rows of each rank.
         """
         with self.place.booked():
-            self._judge("out", self.got, exact(*self._gathered()).out())
+            self._judge("out", self.got, exact(*self._gathered()).output())
         if not (q.requires_grad and out.requires_grad):
             return
         douts: list[Tensor] = []  # that of the output comes first
@@ -276,11 +276,11 @@ class Rows:
     def _judge(self, name: str, got: Tensor, want: Exact) -> None:
         place, verdict = self.place, compare(got, want, self.rounding)
         rows = torch.where(verdict.wrong, self.at_rows, -1)
-        mine = torch.cat((torch.stack((verdict.error, verdict.allowed)), rows.double()))
+        own = torch.cat((torch.stack((verdict.error, verdict.allowed)), rows.double()))
         if place.problems is not None:
-            wrong = list(filter(None, [_describe(name, *mine.tolist())]))
+            wrong = list(filter(None, [_describe(name, *own.tolist())]))
         else:
-            wrong = place.by_rank([_describe(name, *one) for one in torch.stack(place.gather(mine)).tolist()])
+            wrong = place.name_ranks([_describe(name, *one) for one in torch.stack(place.gather(own)).tolist()])
         place.stop_if_any(
             wrong,
             f"head {place.tp_rank * self.shape[2] + self.head}",
@@ -359,5 +359,5 @@ def read_otherwise(module: CoreAttention, device: torch.device) -> list[str]:
         sink=module.softmax_offset,
     )
     error = ((got.double() - want.flatten(2)).norm() / want.norm()).item()
-    found = f"the plugin reads the layer's configuration otherwise than Megatron's own attention: off by {error:.1e}"
-    return [] if error <= _LIMIT[dtype] else [f"{found} on one rank (relative; allowed {_LIMIT[dtype]:.0e})"]
+    problem = f"the plugin reads the layer's configuration otherwise than Megatron's own attention: off by {error:.1e}"
+    return [] if error <= _LIMIT[dtype] else [f"{problem} on one rank (relative; allowed {_LIMIT[dtype]:.0e})"]

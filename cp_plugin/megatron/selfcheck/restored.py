@@ -84,12 +84,12 @@ def namespaces(roots: Iterable[Any]) -> list[MutableMapping[str, Any]]:
     A function of the script leads to its module, closure and attributes; an instance to its attributes. Megatron's
     functions and classes, and those of libraries, lead to their closures only.
     """
-    found: dict[int, MutableMapping[str, Any]] = {}
+    reached: dict[int, MutableMapping[str, Any]] = {}
     seen: dict[int, Any] = {}  # kept, so that numbers stay unique
     stack: list[Any] = list(roots)
 
     def add(owner: Any, names: MutableMapping[str, Any]) -> None:
-        found[id(owner)] = names
+        reached[id(owner)] = names
         stack.extend(names.values())
 
     while stack:
@@ -121,7 +121,7 @@ def namespaces(roots: Iterable[Any]) -> list[MutableMapping[str, Any]]:
         elif hasattr(owner, "__dict__") and _holds_state(owner):
             add(owner, vars(owner))
             stack.append(type(owner))
-    return list(found.values())
+    return list(reached.values())
 
 
 def _holds_state(x: Any) -> bool:
@@ -166,11 +166,11 @@ def _closure(function: FunctionType) -> _Names:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
     def read() -> dict[str, Any]:
-        found = {}
+        values = {}
         for name, cell in cells.items():
             with suppress(ValueError):  # it has no value yet
-                found[name] = cell.cell_contents
-        return found
+                values[name] = cell.cell_contents
+        return values
 
     return _Names(
         read,

@@ -62,10 +62,10 @@ class Angles:
         size = (a.abs() + b.abs()) * max(1.0, self.scale)
         pairs = (a * cos - b * sin, b * cos + a * sin), (size, size)
         join = (lambda pair: torch.stack(pair, -1).flatten(-2)) if self.interleaved else partial(torch.cat, dim=-1)
-        found, sizes = map(join, pairs)
+        joined, sizes = map(join, pairs)
         info = torch.finfo(x.dtype)
         allowed = _UNITS * (info.eps * sizes + info.smallest_normal * info.eps)
-        return torch.cat((found, rest), -1), torch.cat((allowed, torch.zeros_like(rest)), -1)
+        return torch.cat((joined, rest), -1), torch.cat((allowed, torch.zeros_like(rest)), -1)
 
 
 def angles_of(layer: Any, rotary: Any) -> Angles | None:
@@ -131,8 +131,8 @@ class _Watch:
             return
         self._call = None
         call.close()
-        given = CALL.bind(core, *args, **named).arguments
-        q, k, packed = given["query"], given["key"], given.get("packed_seq_params")
+        arguments = CALL.bind(core, *args, **named).arguments
+        q, k, packed = arguments["query"], arguments["key"], arguments.get("packed_seq_params")
         if not call.fits(q, k):
             self._leave_out(call.layer)
             return
@@ -152,7 +152,7 @@ class _Watch:
             for rows, token, error, allowed in everyone
         ]
         place.stop_if_any(
-            place.by_rank(texts),
+            place.name_ranks(texts),
             "queries or keys",
             "are not rotated by their positions",
             "A table of angles was overwritten or sliced for another rank, or the rank has its tokens in another order",
@@ -213,7 +213,7 @@ class _Call:
             compared = tokens_here < where[-1]  # padding behind the last document has no positions
             if where.numel() > 2 and max(packed.max_seqlen_q, packed.max_seqlen_kv) >= batch.tokens:
                 compared = torch.zeros_like(compared)  # Megatron before 0.20 counts through such a pack
-        found = torch.zeros(4, dtype=torch.float64, device=q.device)
+        verdict = torch.zeros(4, dtype=torch.float64, device=q.device)
         for before, x in zip(self.rows, (q, k), strict=True):
             after = _rows(x, self.at)[..., -before.size(-1) :].double()
             want, limit = self.angles.rotated(before, positions)
@@ -222,9 +222,9 @@ class _Call:
             worst = torch.unravel_index(beyond.argmax(), beyond.shape)
             one = torch.stack((tokens_here[worst[0]].double(), error[worst], limit[worst]))
             wrong = (beyond > 0).any(1).sum()
-            found[1:] = torch.where((wrong > 0) & (found[0] == 0), one, found[1:])
-            found[0] += wrong
-        return found
+            verdict[1:] = torch.where((wrong > 0) & (verdict[0] == 0), one, verdict[1:])
+            verdict[0] += wrong
+        return verdict
 
 
 def _rows(x: Tensor, at: Sequence[int]) -> Tensor:

@@ -74,12 +74,12 @@ def require_one_batch(batch: Mapping[str, Any], group: dist.ProcessGroup | None)
     whole = _entries(batch)
     if group.size() == 1 or not whole:
         return
-    mine = [int(digest(x, torch.arange(x.size(1), device=x.device))) for x in whole.values()]
-    found, ranks = gather_objects(mine, group), dist.get_process_group_ranks(group)
-    common = max(found, key=found.count)
-    others = [rank for rank, digests in zip(ranks, found, strict=True) if digests != common]
+    own = [int(digest(x, torch.arange(x.size(1), device=x.device))) for x in whole.values()]
+    everyone, ranks = gather_objects(own, group), dist.get_process_group_ranks(group)
+    common = max(everyone, key=everyone.count)
+    others = [rank for rank, digests in zip(ranks, everyone, strict=True) if digests != common]
     if others:
-        wrong = [key for place, key in enumerate(whole) if len({digests[place] for digests in found}) > 1]
+        wrong = [key for place, key in enumerate(whole) if len({digests[place] for digests in everyone}) > 1]
         raise BatchError(
             f"{', '.join(wrong)} of the first batch differ before slicing: rank {', '.join(map(str, others))} has "
             f"other batches than the rest of the context-parallel ranks {ranks}. All must read the same samples: build "
@@ -117,9 +117,9 @@ class Slices:
         self._place = self._drawn.place(cp, group or parallel_state.get_context_parallel_group())
         with self._place.booked():
             everywhere = torch.arange(first.size(1), device=first.device)
-            self._mine = cp.positions(first.size(1), first.device)
+            self._positions = cp.positions(first.size(1), first.device)
             for key, x in whole.items():
-                self._whole[key] = digest(x, everywhere), digest(x[:, self._mine], self._mine)
+                self._whole[key] = digest(x, everywhere), digest(x[:, self._positions], self._positions)
         self._mask_dtype = torch.float32
         if "loss_mask" in whole:
             self._mask_dtype, self._whole[_WEIGHTS] = whole["loss_mask"].dtype, self._whole["loss_mask"]
@@ -139,17 +139,17 @@ class Slices:
         self._judge()
 
     def _take(self, key: str, x: Any) -> None:
-        if key in self._whole and isinstance(x, Tensor) and x.dim() == 2 and x.size(1) == self._mine.numel():
+        if key in self._whole and isinstance(x, Tensor) and x.dim() == 2 and x.size(1) == self._positions.numel():
             with self._place.booked():
-                self._got[key] = digest(x, self._mine)
+                self._got[key] = digest(x, self._positions)
 
     def _leave(self, model: Any, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Take in what the model was given, when it has computed with it."""
         if not self._whole:
             return
-        given = inspect.signature(model.forward).bind_partial(*args, **named).arguments
+        arguments = inspect.signature(model.forward).bind_partial(*args, **named).arguments
         for key, name in _KEYS.items():
-            self._take(key, given.get(name))
+            self._take(key, arguments.get(name))
         if not getattr(model, "post_process", True):
             self._whole.pop(_WEIGHTS, None)
             self._judge()
@@ -157,12 +157,12 @@ class Slices:
     def _judge(self) -> None:
         place, whole, self._whole = self._place, self._whole, {}
         with place.booked():
-            none = torch.zeros((), dtype=torch.int64, device=self._mine.device)
-            mine = [
+            none = torch.zeros((), dtype=torch.int64, device=self._positions.device)
+            own = [
                 torch.stack((*whole.get(key, (none, none)), self._got.get(key, none), none + (key in self._got)))
                 for key in _ALL
             ]
-            numbers = gather_ranks(place.cp.mesh, torch.stack(mine)).tolist()
+            numbers = gather_ranks(place.cp.mesh, torch.stack(own)).tolist()
         problems, left_out = [], []
         for key, *everyone in zip(_ALL, *numbers, strict=True):
             if key not in whole:
@@ -174,8 +174,8 @@ class Slices:
                 left_out.append(f"{key}, which in the first one {what}")
             self._armed.setdefault(key, not what)
         if left_out and dist.get_rank() == place.ranks[0]:
-            found = f"{'; '.join(left_out)}: the script may change them after slicing"
-            print(f"cp_plugin: --cp-check-every does not compare slices of {found}", flush=True)
+            said = f"{'; '.join(left_out)}: the script may change them after slicing"
+            print(f"cp_plugin: --cp-check-every does not compare slices of {said}", flush=True)
         place.stop_if_any(
             problems,
             "slices",

@@ -122,11 +122,11 @@ def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequen
         StepError: on every rank, if the steps differ.
     """
     began, iterators = time.monotonic(), tiny_batch.each(named["data_iterator"], tiny_batch.Looked)
-    found: list[str] = []
+    problems: list[str] = []
     line, failure = "", None
     try:
         step = _Step(schedule, {**named, "data_iterator": iterators}, chunks, optimizer)
-        found, line = step.compare()
+        problems, line = step.compare()
     except Exception as error:
         failure = error
     met, why = _all_met(failure)
@@ -135,7 +135,7 @@ def check(schedule: Callable[..., Any], named: Mapping[str, Any], chunks: Sequen
     if why:
         _not_compared(why)
         return iterators
-    first_step.stop_if_any(found)
+    first_step.stop_if_any(problems)
     runtime.print_notice(f"self-check passed: {line}; {time.monotonic() - began:.1f} s")
     return iterators
 
@@ -171,17 +171,17 @@ class _Step:
             back.callback(self._clear)
             back.enter_context(restored(self.chunks, [self.script, *self.scalers]))
             back.enter_context(self._lent())
-            found: list[str] = []
+            problems: list[str] = []
             if any(runtime.context_parallel(kind=kind).options.fp8 is not None for kind in runtime.settings().kinds):
                 with runtime.without_fp8(), recheck.every_call(self.chunks) as calls:
                     self._run()
-                found += calls.found
+                problems += calls.summary
             with recheck.every_call(self.chunks) as calls:
                 many = self._run()
-            found += calls.found
+            problems += calls.summary
             attention = f"{calls.calls} calls of attention are right within rounding"
-            if self.size == 1 or any(gather_objects(bool(found))):
-                return found, attention
+            if self.size == 1 or any(gather_objects(bool(problems))):
+                return problems, attention
             names = readings.parameter_names(self.chunks, self.optimizer)
             before = one.used()
             with one.alone(roots, self.args), patching.lent(STATE, model=self._model(0)):  # as without padding
@@ -195,19 +195,19 @@ class _Step:
                             "repeated, the step on one rank is another one: it draws random numbers of its own, or "
                             f"counts calls ({change:.1e} in half of the gradients here)"
                         )
-                    found = alone.differences(many, names, self.floor)
-                    if not any(gather_objects(bool(found))):
+                    problems = alone.differences(many, names, self.floor)
+                    if not any(gather_objects(bool(problems))):
                         break
             leaked, own = (after - earlier for after, earlier in zip(one.used(), before, strict=True))
             if self.finalized is not None:
                 with restored(self.chunks):
                     self._clear()
                     scale = _SCALE if self.scalers else 1.0
-                    found += readings.reduced_ones(self.chunks, self.optimizer, self.finalized, scale)
-        if any(gather_objects(leaked > 0 or bool(found and own))):
+                    problems += readings.reduced_ones(self.chunks, self.optimizer, self.finalized, scale)
+        if any(gather_objects(leaked > 0 or bool(problems and own))):
             raise RuntimeError(
                 f"the step on one rank still used groups of context-parallel ranks ({leaked + own} times), so it is no "
-                f"reference{''.join(f'; {text}' for text in found)}"
+                f"reference{''.join(f'; {text}' for text in problems)}"
             )
         logged = [name for name in many.values if " of " not in name or "norm" in name]
         line = (
@@ -216,7 +216,7 @@ class _Step:
             f"{', '.join(logged) or 'no losses here'}"
             f"{'' if any(one > 0 for one in changes) else '; what rounding changes was not measured'}; {attention}"
         )
-        return found, line
+        return problems, line
 
     def _run(self, noise: int = 0) -> readings.Result:
         """Run the step on a tiny batch, in which embeddings are moved by a rounding error, if noise is not 0."""
@@ -260,8 +260,8 @@ class _Step:
         if not getattr(self.config, "num_moe_experts", None) or self.between.name == DOCUMENTS.name or packs:
             return nullcontext([])
         size, rank = _size(), parallel_state.get_context_parallel_rank()
-        here = self.between.positions(self.tokens if size == 1 else self.padded, size, rank)
-        return tiny_batch.fixed_experts(self.config, here, self.tokens)
+        positions = self.between.positions(self.tokens if size == 1 else self.padded, size, rank)
+        return tiny_batch.fixed_experts(self.config, positions, self.tokens)
 
     def _vocabulary(self) -> int:
         sizes = (getattr(patching.inner_model(chunk), "vocab_size", None) for chunk in self.chunks)
@@ -279,8 +279,8 @@ class _Step:
             return
 
         def noted(*args: Any, **named: Any) -> Any:
-            def one(given: Any) -> Any:  # the number of tokens is a tensor
-                return torch.ones_like(given) if isinstance(given, Tensor) else given
+            def one(value: Any) -> Any:  # the number of tokens is a tensor
+                return torch.ones_like(value) if isinstance(value, Tensor) else value
 
             self.finalized = partial(finalize, *map(one, args), **{name: one(x) for name, x in named.items()})
             return finalize(*args, **named)

@@ -171,39 +171,39 @@ class Strong:
 
     def __call__(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         bound = CALL.bind(module, *args, **named)
-        given = bound.arguments
+        arguments = bound.arguments
         if not self.factors:
-            squares = torch.stack([given[name].detach().float().square().mean() for name in ("query", "key")])
+            squares = torch.stack([arguments[name].detach().float().square().mean() for name in ("query", "key")])
             dist.all_reduce(squares, group=parallel_state.get_context_parallel_group())
             sizes = (squares / parallel_state.get_context_parallel_world_size()).sqrt().clamp(min=1e-9)
             self.factors = (_GAIN / sizes).tolist()
         for name, factor in zip(("query", "key"), self.factors, strict=True):
-            given[name] = given[name] * factor
+            arguments[name] = arguments[name] * factor
         return bound.args[1:], bound.kwargs
 
 
 @contextmanager
-def fixed_experts(config: Any, here: Tensor, tokens: int) -> Iterator[list[Tensor]]:
+def fixed_experts(config: Any, positions: Tensor, tokens: int) -> Iterator[list[Tensor]]:
     """In the block, routers choose experts by a token's position: of nearly equal scores, rounding errors would choose.
 
     The value is a list of the sums of the scores by which they would have chosen, in turn.
 
     Args:
         config: the model's.
-        here: positions of this rank's tokens, int64 ``[s/cp]``.
+        positions: of this rank's tokens, int64 ``[s/cp]``.
         tokens: of the sequence; later ones are padding.
     """
     if config.sequence_parallel:
-        parts = here.chunk(parallel_state.get_tensor_model_parallel_world_size())
-        here = parts[parallel_state.get_tensor_model_parallel_rank()]
+        parts = positions.chunk(parallel_state.get_tensor_model_parallel_world_size())
+        positions = parts[parallel_state.get_tensor_model_parallel_rank()]
     topk, best = torch.topk, list[Tensor]()
 
     def choose(scores: Tensor, k: int, dim: int = -1, *args: Any, **named: Any) -> Any:
-        found = topk(scores, k, dim, *args, **named)
-        if scores.dim() != 2 or scores.size(0) % len(here) or dim not in (1, -1):  # not of each token
-            return found
-        at = here.repeat_interleave(scores.size(0) // len(here)).to(scores.device)[:, None]
-        best.append(found.values.detach().double().where(at < tokens, 0).sum())
+        top = topk(scores, k, dim, *args, **named)
+        if scores.dim() != 2 or scores.size(0) % len(positions) or dim not in (1, -1):  # not of each token
+            return top
+        at = positions.repeat_interleave(scores.size(0) // len(positions)).to(scores.device)[:, None]
+        best.append(top.values.detach().double().where(at < tokens, 0).sum())
         drawn = scramble(at * scores.size(1) + torch.arange(scores.size(1), device=at.device), 0).double()
         chosen = topk(drawn.masked_fill(scores.isneginf(), -torch.inf), k).indices
         return torch.return_types.topk((scores.gather(1, chosen), chosen))

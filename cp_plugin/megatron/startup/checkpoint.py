@@ -36,18 +36,18 @@ def note() -> None:
 def current(args: argparse.Namespace) -> dict[str, str]:
     """The settings of this run."""
     settings = runtime.settings()
-    found = {_SIZE: str(args.context_parallel_size)}
+    flags = {_SIZE: str(args.context_parallel_size)}
     if not settings.active:
-        return {_PROVIDER: UPSTREAM, **found}
-    found |= {_LAYOUT: runtime.context_parallel().layout.name, "cp_plugin": __version__}
+        return {_PROVIDER: UPSTREAM, **flags}
+    flags |= {_LAYOUT: runtime.context_parallel().layout.name, "cp_plugin": __version__}
     if settings.softmax:
         cp = runtime.context_parallel(kind="softmax")
-        found = {_PROVIDER: cp.provider.name, **found, **option_flags.shown(cp.options), **scaling.settings_of(args)}
+        flags = {_PROVIDER: cp.provider.name, **flags, **option_flags.shown(cp.options), **scaling.settings_of(args)}
     if settings.linear is not None:
         linear, cp = settings.linear, runtime.context_parallel(kind="linear")
-        found |= {_ATTENTION: linear.variant, _PATTERN: linear.pattern, _LINEAR_PROVIDER: linear.provider}
-        found = {**option_flags.shown(cp.options), **found}
-    return found
+        flags |= {_ATTENTION: linear.variant, _PATTERN: linear.pattern, _LINEAR_PROVIDER: linear.provider}
+        flags = {**option_flags.shown(cp.options), **flags}
+    return flags
 
 
 def saved(args: argparse.Namespace) -> dict[str, str]:
@@ -58,22 +58,22 @@ def saved(args: argparse.Namespace) -> dict[str, str]:
 
 def differences(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]:
     """A sentence for each setting that differs."""
-    found = []
+    lines = []
     for name in dict.fromkeys((*now, *then)):
         if now.get(name) != then.get(name):
-            here = f"with {name} {now[name]}" if name in now else f"without {name}"
-            there = f"with {then[name]}" if name in then else "without"
-            found.append(f"resumes {here}; it was saved {there}")
-    return found
+            running = f"with {name} {now[name]}" if name in now else f"without {name}"
+            earlier = f"with {then[name]}" if name in then else "without"
+            lines.append(f"resumes {running}; it was saved {earlier}")
+    return lines
 
 
 def other_model(now: Mapping[str, str], then: Mapping[str, str], layers: int) -> str | None:
     """Return why the checkpoint is of another model, or None."""
     if (now.get(_ATTENTION), _kinds(now, layers)) == (then.get(_ATTENTION), _kinds(then, layers)):
         return None
-    here, there = (_described(found) for found in (now, then))
+    own, theirs = (_described(flags) for flags in (now, then))
     return (
-        f"the checkpoint belongs to another model: it was saved with {there}, but this run has {here}. Use the flags "
+        f"the checkpoint belongs to another model: it was saved with {theirs}, but this run has {own}. Use the flags "
         "it was saved with, or another --load"
     )
 
@@ -86,9 +86,9 @@ def other_model(now: Mapping[str, str], then: Mapping[str, str], layers: int) ->
 )
 def replace_load_base_checkpoint(call: Call) -> Any:
     """Wrap Megatron's reading of a checkpoint, which may read its arguments alone first."""
-    running, asked = global_vars._GLOBAL_ARGS, call["sharded_state_dict"]
-    if asked is not None and running is not None and not scaling.same_histories(current(running), STATE.loaded):
-        scaling.drop_histories(asked)
+    running, wanted = global_vars._GLOBAL_ARGS, call["sharded_state_dict"]
+    if wanted is not None and running is not None and not scaling.same_histories(current(running), STATE.loaded):
+        scaling.drop_histories(wanted)
     result = call.original()
     args = (result[0] or {}).get("args")
     if args is not None and running is not None:
@@ -96,7 +96,7 @@ def replace_load_base_checkpoint(call: Call) -> Any:
         problem = other_model(now, STATE.loaded, running.num_layers)
         if problem is not None:
             raise ValueError(problem)
-        for line in () if call["rank0"] else (*differences(now, STATE.loaded), *scaling.started_anew(now, asked)):
+        for line in () if call["rank0"] else (*differences(now, STATE.loaded), *scaling.started_anew(now, wanted)):
             runtime.print_notice(line)
     return result
 

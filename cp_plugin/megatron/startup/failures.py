@@ -134,7 +134,7 @@ def described(error: BaseException) -> str:
 
 def _where_main_thread_is() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    inner_first = [] if frame is None else [found for found, _ in traceback.walk_stack(frame)]
+    inner_first = [] if frame is None else [one for one, _ in traceback.walk_stack(frame)]
     frames = inner_first[::-1]
     return f"{', '.join(_place(frames))}, in {_collective(frames)}"
 

@@ -33,8 +33,8 @@ def _told() -> None:
     judge = recheck.Rows._judge
 
     def judged(self: Any, name: str, got: Tensor, want: Exact) -> None:
-        found = compare(got, want, self.rounding)
-        print(f"\nCOMPARED {name} {self.place.step} {self.place.layer} {self.head} {found.error} {found.allowed}")
+        verdict = compare(got, want, self.rounding)
+        print(f"\nCOMPARED {name} {self.place.step} {self.place.layer} {self.head} {verdict.error} {verdict.allowed}")
         judge(self, name, got, want)
 
     recheck.Rows._judge, sums = judged, identities.Identities._judge
@@ -115,7 +115,7 @@ def test_exact_rows_match_autograd(
     rounding = Rounding.from_dtype(torch.float64, cuda=False)
     rows = torch.tensor([0, 3, 39])
     some = Softmax(q[rows].detach(), x["k"], x["v"], hidden[rows], Scores(0.3, softcap), sink=sink, rounding=rounding)
-    torch.testing.assert_close(some.out().rows, out[rows].detach())
+    torch.testing.assert_close(some.output().rows, out[rows].detach())
     torch.testing.assert_close(some.dq(x["dout"][rows]).rows, dq[rows])
 
 
@@ -134,7 +134,7 @@ def test_exact_linear_rows_match_the_recurrence(left_out: str, slab: int, monkey
     out = recurrence.run(x._replace(q=leaf))[0][at, 0, 0]
     (dq,) = torch.autograd.grad(out, leaf, dout)
     rows = exact_rows.Linear(x, q[at, 0, 0], at, scale=1.0, rounding=Rounding.from_dtype(torch.float64, cuda=False))
-    torch.testing.assert_close(rows.out().rows, out.detach())
+    torch.testing.assert_close(rows.output().rows, out.detach())
     torch.testing.assert_close(rows.dq(dout).rows, dq[at, 0, 0])
 
 
@@ -154,7 +154,7 @@ def test_rounding_is_allowed_and_one_wrong_element_is_not(dtype: torch.dtype) ->
     out, dq = _rounded(x, dtype)
     rounding = Rounding.from_dtype(dtype, cuda=False)
     some = Softmax(x["q"], x["k"], x["v"], FUTURE, Scores(0.25), sink=None, rounding=rounding)
-    for got, want in ((out, some.out()), (dq, some.dq(x["dout"]))):
+    for got, want in ((out, some.output()), (dq, some.dq(x["dout"]))):
         assert not compare(got, want, rounding).wrong.any()
         for value in (got[21, 5] + 3 * want.bound[21, 5].to(dtype), torch.nan):
             wrong = got.clone()
