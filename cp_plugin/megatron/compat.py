@@ -110,7 +110,7 @@ def softcap(config: Any) -> float | None:
 def hybrid_pattern(*owners: Any) -> str:
     """The pattern of a hybrid model, of the first of these arguments or configurations that has one; empty: none."""
     names = ("hybrid_layer_pattern", "hybrid_override_pattern")
-    return next((found for one in owners for name in names if (found := getattr(one, name, None))), "")
+    return next((pattern for one in owners for name in names if (pattern := getattr(one, name, None))), "")
 
 
 def weakens_expert_losses(version: str) -> bool:

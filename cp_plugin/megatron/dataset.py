@@ -95,7 +95,7 @@ def find(paths: Sequence[Path], max_bytes: int | None = None) -> list[Path]:
 
     ValueError for a path that is missing or without such files, OSError for a folder that cannot be read.
     """
-    found, total = list[Path](), 0
+    chosen, total = list[Path](), 0
     for path in paths or [STANDARD_LIBRARY]:
         if not path.exists():
             raise ValueError(f"{path}: no such file or folder")
@@ -105,11 +105,11 @@ def find(paths: Sequence[Path], max_bytes: int | None = None) -> list[Path]:
         for file in files:
             total += file.stat().st_size
             if max_bytes is not None and total > max_bytes:
-                if not found:
+                if not chosen:
                     raise ValueError(f"--max-bytes {max_bytes}: the first file, {file}, has {total} bytes; allow more")
-                return found
-            found.append(file)
-    return found
+                return chosen
+            chosen.append(file)
+    return chosen
 
 
 def _files(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
@@ -135,13 +135,13 @@ def _text(data: bytes, *, line: bool) -> str:
     if not line:
         return data.decode("utf-8-sig")
     try:
-        found = json.loads(data)
+        entry = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
-        has = ", ".join(map(repr, found)) if isinstance(found, dict) else type(found).__name__
+    if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
+        has = ", ".join(map(repr, entry)) if isinstance(entry, dict) else type(entry).__name__
         raise ValueError(f"no text under the key 'text' (it has {has or 'none'})")
-    return found["text"]
+    return entry["text"]
 
 
 def _open_tokenizer(tokenizer: str, eod: int) -> tuple[list[str], int, int, Callable[[str], list[int]]]:

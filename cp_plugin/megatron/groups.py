@@ -69,25 +69,25 @@ def create(
     if model is None or model.problem.size != size:  # assume that an unknown model's heads divide over the ranks
         unknown = Problem(size=size, heads=size, kv_heads=size)
         if model is None and settings.softmax:
-            asked = float32_unless_told(providers.get(settings.provider), settings.options)
-            settings = replace(settings, options=asked)
+            chosen = float32_unless_told(providers.get(settings.provider), settings.options)
+            settings = replace(settings, options=chosen)
         model = checks.resolve(settings, unknown if model is None else replace(model.problem, size=size))
     places = _all_places(cp_group)
-    found: dict[Kind, ContextParallel] = {}
+    by_kind: dict[Kind, ContextParallel] = {}
     for kind in settings.kinds:
         resolved = _resolve_for_hosts(settings, model, places) if kind == "softmax" else model.resolved[kind]
         axes, extra = resolved.axes, resolved.provider.extra_groups
         have = {axis: cp_group for axis, n in axes.items() if kind == "linear" and n == size > 1}
-        mine = have | _make(options, places, axes, extra, without=have)
-        mesh = GroupMesh(axes, mine, cp_group.rank(), found["softmax"].mesh.ledger if "softmax" in found else None)
+        own = have | _make(options, places, axes, extra, without=have)
+        mesh = GroupMesh(axes, own, cp_group.rank(), by_kind["softmax"].mesh.ledger if "softmax" in by_kind else None)
         mesh.watch = STATE.messages
         connect(mesh.groups, mesh.watch, collective=resolved.provider.collective_axes)
         if kind == "softmax":
             hosts = next(place.hosts for place in places if dist.get_rank() in place.ranks)
             resolved = replace(resolved, problem=resolved.problem.with_transport(hosts=hosts))
-        found[kind] = ContextParallel(resolved, group=cp_group, mesh=mesh)
-    _require_one_order(**found)
-    runtime.register(cp_group, found)
+        by_kind[kind] = ContextParallel(resolved, group=cp_group, mesh=mesh)
+    _require_one_order(**by_kind)
+    runtime.register(cp_group, by_kind)
 
 
 def _require_one_order(*, linear: ContextParallel | None = None, softmax: ContextParallel | None = None) -> None:
@@ -111,7 +111,7 @@ def _make(
     without: Collection[str] = (),
 ) -> dict[str, dist.ProcessGroup | None]:
     """Make the groups of all places in the same order on all ranks; returns those of this rank."""
-    mine: dict[str, dist.ProcessGroup | None] = {}
+    own: dict[str, dist.ProcessGroup | None] = {}
     for place in places:
         for name, lists in axis_groups(place.ranks, axes, extra).items():
             for members in lists if name not in without else ():
@@ -122,16 +122,16 @@ def _make(
                     group_desc=f"CP_PLUGIN_{name.upper()}_GROUP",
                 )
                 if dist.get_rank() in members:
-                    mine[name] = group
-    return mine
+                    own[name] = group
+    return own
 
 
 def _nccl_options(name: str, options: GroupOptions) -> Any:
     """Megatron's options of a group; on NCCL with high-priority streams by default."""
     if dist.get_backend() != "nccl":
         return parallel_state.get_nccl_options(name, dict(options.nccl))
-    asked = {"is_high_priority_stream": True, **options.nccl.get(name, {})}
-    return parallel_state.get_nccl_options(name, {name: asked})
+    nccl = {"is_high_priority_stream": True, **options.nccl.get(name, {})}
+    return parallel_state.get_nccl_options(name, {name: nccl})
 
 
 def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
@@ -178,14 +178,14 @@ def _resolve_for_hosts(settings: Settings, model: Model, places: Sequence[_Place
     without = model.resolved["softmax"]
     if not without.provider.asks_hosts(settings.options):
         return without
-    mine = next(place for place in places if dist.get_rank() in place.ranks)
-    examples = {_pattern(place.hosts): place for place in (*places, mine)}.values()
+    own_place = next(place for place in places if dist.get_rank() in place.ranks)
+    examples = {_pattern(place.hosts): place for place in (*places, own_place)}.values()
     choices = {
         place: checks.resolve_kind("softmax", settings, model.problem.with_transport(hosts=place.hosts))
         for place in examples
     }
-    if all(choice.options == choices[mine].options for choice in choices.values()):
-        return choices[mine]
+    if all(choice.options == choices[own_place].options for choice in choices.values()):
+        return choices[own_place]
     shown = "; ".join(f"{list(place.ranks)}: {describe_hosts(place.hosts)}" for place in list(examples)[:4])
     runtime.print_notice(
         f"warning: the context-parallel groups are spread over the hosts in different ways ({shown}), so --cp-provider "

@@ -41,16 +41,16 @@ class Documents:
     """
 
     tokens: int
-    given: tuple[Tensor | None, ...]
+    cu_seqlens: tuple[Tensor | None, ...]
     """Bounds as Megatron has them, the same on every rank: of queries and keys, and both including padding."""
 
     @property
     def places(self) -> Tensor:
         """Where documents begin, including padding between them, and where the last one ends: on its device."""
-        real, _, padded, _ = self.given
-        found = real if padded is None else padded
-        assert found is not None
-        return found
+        real, _, padded, _ = self.cu_seqlens
+        starts = real if padded is None else padded
+        assert starts is not None
+        return starts
 
     @cached_property
     def bounds(self) -> Tensor:
@@ -59,7 +59,7 @@ class Documents:
         Raises:
             ValueError: for queries and keys that are packed differently, or more tokens in documents than in the pack.
         """
-        real, padded = _same(*self.given[:2], "cu_seqlens"), _same(*self.given[2:], "padded cu_seqlens")
+        real, padded = _same(*self.cu_seqlens[:2], "cu_seqlens"), _same(*self.cu_seqlens[2:], "padded cu_seqlens")
         starts = real if padded is None else padded
         assert starts is not None
         if padded is not None and real is not None:
@@ -109,7 +109,7 @@ class Documents:
 
         Computed on the device, without synchronization.
         """
-        real, _, padded, _ = self.given
+        real, _, padded, _ = self.cu_seqlens
         starts = self.places
         if padded is not None and real is not None and real is not padded:
             starts = torch.cat((padded, padded[:-1] + real.diff())).sort().values
@@ -147,11 +147,11 @@ class MicroBatch:
         """
         if packed is None:
             return cls(cp, tokens)
-        found = _documents(tokens, packed)
+        pack = _documents(tokens, packed)
         if cp.size == 1 or cp.layout.name != DOCUMENTS.name:
-            return cls(cp, tokens, found)
+            return cls(cp, tokens, pack)
         model = runtime.model()
-        return cls(place_lengths(cp, found.sliced_by, left=None if model is None else model.left), tokens, found)
+        return cls(place_lengths(cp, pack.sliced_by, left=None if model is None else model.left), tokens, pack)
 
     @classmethod
     def cut(cls, cp: ContextParallel, places: Tensor | None, tokens: int) -> Self:
@@ -208,11 +208,11 @@ class MicroBatch:
 
 def _documents(tokens: int, packed: PackedSeqParams | Tensor) -> Documents:
     """The documents of a pack: those of an earlier call, unless one of its tensors was replaced or written to since."""
-    given: tuple[Tensor | None, ...] = (packed, None, None, None) if isinstance(packed, Tensor) else _bounds_in(packed)
-    new = Documents(tokens, given)
-    if any(x is not None and x.is_inference() for x in given):  # these have no version counter
+    ends: tuple[Tensor | None, ...] = (packed, None, None, None) if isinstance(packed, Tensor) else _bounds_in(packed)
+    new = Documents(tokens, ends)
+    if any(x is not None and x.is_inference() for x in ends):  # these have no version counter
         return new
-    key = tokens, *(x if x is None else (id(x), x._version) for x in given)
+    key = tokens, *(x if x is None else (id(x), x._version) for x in ends)
     if isinstance(packed, Tensor):
         return _OF_TENSORS.get(key, lambda: new)
     known = _OF_PACKS.get(packed)

@@ -55,9 +55,9 @@ def batch_layout(cp: ContextParallel) -> ContextParallel:
     return cp.with_layout(get_layout("contiguous")) if converted() and cp.size > 1 else cp
 
 
-def register(group: dist.ProcessGroup, found: Mapping[Kind, ContextParallel]) -> None:
+def register(group: dist.ProcessGroup, by_kind: Mapping[Kind, ContextParallel]) -> None:
     """Use these for all groups with these ranks."""
-    STATE.by_ranks[_key(group)] = found
+    STATE.by_ranks[_key(group)] = by_kind
 
 
 def has_groups(group: dist.ProcessGroup) -> bool:
@@ -75,9 +75,9 @@ def context_parallel(group: dist.ProcessGroup | None = None, kind: Kind | None =
     """
     if group is None:
         group = parallel_state.get_context_parallel_group()
-    found = STATE.by_ranks.get(_key(group))
-    if found is not None:
-        return found[kind or STATE.settings.kinds[0]]
+    by_kind = STATE.by_ranks.get(_key(group))
+    if by_kind is not None:
+        return by_kind[kind or STATE.settings.kinds[0]]
     if group.size() == 1:
         return alone(kind)
     raise ValueError(
@@ -102,10 +102,10 @@ def alone(kind: Kind | None = None) -> ContextParallel:
 def without_fp8() -> AbstractContextManager[None]:
     """Compute, and send, attention in the model's dtype in the block."""
 
-    def exact(found: Mapping[Kind, ContextParallel]) -> dict[Kind, ContextParallel]:
-        return {kind: cp.without_fp8() for kind, cp in found.items()}
+    def exact(by_kind: Mapping[Kind, ContextParallel]) -> dict[Kind, ContextParallel]:
+        return {kind: cp.without_fp8() for kind, cp in by_kind.items()}
 
-    by_ranks = {ranks: exact(found) for ranks, found in STATE.by_ranks.items()}
+    by_ranks = {ranks: exact(by_kind) for ranks, by_kind in STATE.by_ranks.items()}
     return lent(STATE, by_ranks=by_ranks, alone=exact(STATE.alone))
 
 

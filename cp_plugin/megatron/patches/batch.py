@@ -160,12 +160,12 @@ def replace_get_batches(call: Call) -> Any:
     if cp.size > 1:
         _check_layouts(cp, boundary, views, packed=call["batch"].get("cu_seqlens") is not None)
     whole = dict(call["batch"])
-    found = call.original(additional_layouts=(), use_per_sequence_balancing=False)
+    sliced = call.original(additional_layouts=(), use_per_sequence_balancing=False)
     for name in views:
         view = cp if name in (cp.layout.name, boundary) or cp.size == 1 else cp.with_layout(get_layout(name))
-        found.batches_by_layout[name] = slice_batch(pad_batch(dict(whole), cp), cp, view)
-        found.packed_seq_params_by_layout[name] = found.get_packed_seq_params()
-    return found
+        sliced.batches_by_layout[name] = slice_batch(pad_batch(dict(whole), cp), cp, view)
+        sliced.packed_seq_params_by_layout[name] = sliced.get_packed_seq_params()
+    return sliced
 
 
 def _check_layouts(cp: ContextParallel, boundary: str, views: Sequence[str], *, packed: bool) -> None:

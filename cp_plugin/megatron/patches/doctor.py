@@ -66,10 +66,10 @@ def _row(patch: Any, *, needed: bool) -> dict[str, Any]:
     if patching.replaced_at(patch.target) is not None:
         state, broken = "checked", ""  # CPU mode's, in place by now
     else:
-        found = patching.examine(patch)
-        state, broken = found.state, found.broken or ""
-        if broken and found.original is not None:
-            broken = patching.refusal([found])
+        finding = patching.examine(patch)
+        state, broken = finding.state, finding.broken or ""
+        if broken and finding.original is not None:
+            broken = patching.refusal([finding])
     row: dict[str, Any] = {"symbol": patch.target, "contract": patch.form, "state": state}
     row |= {"for": patch.reason, "otherwise": patch.otherwise}
     return row | {"needed": needed, "broken": broken}

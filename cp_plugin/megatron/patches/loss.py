@@ -41,10 +41,10 @@ def replace_calc_loss(call: Call) -> Any:
 
 
 def _sum_over_ranks(compute: Callable[..., Any], per_token: bool, output: Tensor) -> Any:
-    found = compute(output)
-    if not isinstance(found, tuple) or len(found) not in (2, 3):
-        return found
-    if per_token and len(found) == 2:
+    parts = compute(output)
+    if not isinstance(parts, tuple) or len(parts) not in (2, 3):
+        return parts
+    if per_token and len(parts) == 2:
         raise ValueError(
             f"{runtime.settings().flag}: the loss function of this script returns two parts, (mean, report), with "
             "--calculate-per-token-loss. It must return three parts: (sum over this rank's tokens, number of these "
@@ -52,8 +52,8 @@ def _sum_over_ranks(compute: Callable[..., Any], per_token: bool, output: Tensor
         )
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
-        return found
-    loss, *tokens, report = found
+        return parts
+    loss, *tokens, report = parts
     if STATE.slices is not None:
         STATE.slices.lost(loss, output)
     if not torch.is_grad_enabled():

@@ -124,9 +124,9 @@ def _require_alone(group: dist.ProcessGroup | None) -> None:
     """ValueError if a caller leaves out the group of tokens that are divided."""
     size = parallel_state.get_context_parallel_world_size() or 1
     if _alone(group) and size > 1:
-        given = "no group" if group is None else "a group of one rank"
+        passed = "no group" if group is None else "a group of one rank"
         raise ValueError(
-            f"multi-token prediction of this Megatron calls roll_tensor with {given}, though tokens are split over "
+            f"multi-token prediction of this Megatron calls roll_tensor with {passed}, though tokens are split over "
             f"{size} context-parallel ranks: each would take the next tokens from its own part. Use a Megatron without "
             "this change, or --cp-provider upstream"
         )

@@ -103,20 +103,20 @@ class Patch:
         if not self.parameters and self.form == "wraps":
             return None
         try:
-            found = inspect.signature(original).parameters
+            theirs = inspect.signature(original).parameters
         except (TypeError, ValueError) as error:
             return f"its parameters cannot be read ({error})"
-        if absent := [name for name in self.parameters if name not in found]:
+        if absent := [name for name in self.parameters if name not in theirs]:
             return f"it has no parameter {', '.join(absent)}"
         fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        asked = [x.name for x in self.others(found) if x.default is inspect.Parameter.empty and x.kind not in fixed]
-        if asked and self.form != "wraps":
-            return f"it requires {', '.join(asked)}, which cp_plugin does not know"
+        unknown = [x.name for x in self.others(theirs) if x.default is inspect.Parameter.empty and x.kind not in fixed]
+        if unknown and self.form != "wraps":
+            return f"it requires {', '.join(unknown)}, which cp_plugin does not know"
         return None
 
-    def others(self, found: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
+    def others(self, parameters: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
         """Return the parameters that the patch does not know."""
-        return [x for name, x in found.items() if name not in {"self", "cls", *self.parameters, *self.optional}]
+        return [x for name, x in parameters.items() if name not in {"self", "cls", *self.parameters, *self.optional}]
 
 
 class Call:
@@ -215,13 +215,13 @@ def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
     """
     check_version()
     new = [patch for patch in patches if replaced_at(patch.target) is None]
-    findings = [found for patch in new if (found := examine(patch)).state != "absent"]
-    if broken := [found for found in findings if found.broken]:
+    findings = [finding for patch in new if (finding := examine(patch)).state != "absent"]
+    if broken := [finding for finding in findings if finding.broken]:
         raise ValueError(refusal(broken))
-    STATE.replaced[scope] |= {found.patch.target: found for found in findings}
-    for found, owner, name in _places(findings, "original"):
-        if found.patch.only_in in (None, owner.__name__):
-            setattr(owner, name, found.replacement)
+    STATE.replaced[scope] |= {finding.patch.target: finding for finding in findings}
+    for finding, owner, name in _places(findings, "original"):
+        if finding.patch.only_in in (None, owner.__name__):
+            setattr(owner, name, finding.replacement)
 
 
 def examine(patch: Patch) -> Finding:
@@ -239,9 +239,9 @@ def refusal(findings: Sequence[Finding]) -> str:
     """Return what differs, what would go wrong, and what to do, of all broken contracts."""
     packages = " and ".join(dict.fromkeys(f"{f.patch.package} {_release(f.patch.package)}" for f in findings))
     lines = [f"cp_plugin cannot run on this {packages}, because functions it relies on behave differently:"]
-    for number, found in enumerate(findings, 1):
-        patch = found.patch
-        lines.append(f"  {number}. {patch.target} ({patch.reason}): {found.broken}.")
+    for number, finding in enumerate(findings, 1):
+        patch = finding.patch
+        lines.append(f"  {number}. {patch.target} ({patch.reason}): {finding.broken}.")
         lines.append(f"     If it ran, {patch.otherwise}." if patch.otherwise else "")
     lines.append(
         "Use a Megatron without these changes, a cp_plugin release that supports them, or --cp-provider upstream; "
@@ -254,8 +254,8 @@ def undo(scope: Scope = "run") -> None:
     """Restore every original, also in modules that were imported meanwhile."""
     findings = list(STATE.replaced[scope].values())
     STATE.replaced[scope].clear()
-    for found, owner, name in _places(findings, "replacement"):
-        setattr(owner, name, found.original)
+    for finding, owner, name in _places(findings, "replacement"):
+        setattr(owner, name, finding.original)
 
 
 def installed(scope: Scope = "run") -> list[str]:
@@ -289,8 +289,8 @@ def inner_model(chunk: torch.nn.Module) -> Any:
 
 def original(target: str) -> Any:
     """The symbol as Megatron defines it, replaced or not."""
-    found = replaced_at(target)
-    return find(target)[1] if found is None else found.original
+    finding = replaced_at(target)
+    return find(target)[1] if finding is None else finding.original
 
 
 def replaced_at(target: str) -> Finding | None:
@@ -323,8 +323,8 @@ def check_version() -> None:
 
 def _places(findings: Sequence[Finding], what: str) -> Iterator[tuple[Finding, Any, str]]:
     """Every (finding, owner, name) that holds its original, or its replacement, in one pass over the modules."""
-    wanted = {id(getattr(found, what)): found for found in findings}
-    in_classes = [(vars(found.owner), found.owner) for found in findings if isinstance(found.owner, type)]
+    wanted = {id(getattr(finding, what)): finding for finding in findings}
+    in_classes = [(vars(finding.owner), finding.owner) for finding in findings if isinstance(finding.owner, type)]
     in_modules = [(vars(module), module) for module in importers().values()] if wanted else []
     for names, owner in (*in_classes, *in_modules):
         for name, value in list(names.items()):

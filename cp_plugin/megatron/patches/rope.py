@@ -55,9 +55,9 @@ def replace_apply_rotary_thd(call: Call) -> Tensor:
     ``freqs`` cover the whole pack (for images) or the longest document: told apart by ``max_seqlen`` since 0.20, by
     their number before.
     """
-    given = dict(call.arguments)
-    t, cu_seqlens, freqs, group = (given.pop(name) for name in ("t", "cu_seqlens", "freqs", "cp_group"))
-    longest = given.pop("max_seqlen", None)
+    options = dict(call.arguments)
+    t, cu_seqlens, freqs, group = (options.pop(name) for name in ("t", "cu_seqlens", "freqs", "cp_group"))
+    longest = options.pop("max_seqlen", None)
     if group is None:
         raise ValueError("cp_group must be provided for THD format RoPE")
     cp = runtime.context_parallel(group)
@@ -67,7 +67,7 @@ def replace_apply_rotary_thd(call: Call) -> Tensor:
     if not of_the_pack and batch.documents is not None:
         places = batch.documents.offset_of(places)
     angles = freqs[places.clamp(max=freqs.size(0) - 1)]
-    return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, **given).squeeze(1)
+    return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), angles, **options).squeeze(1)
 
 
 def forget_cached_embeddings() -> None:

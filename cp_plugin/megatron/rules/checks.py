@@ -78,7 +78,7 @@ def count_tokens(args: argparse.Namespace, settings: Settings) -> None:
 
 def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
     """The layouts open to a provider that is yet to be chosen; ValueError with the first reason if there is none."""
-    found, reasons = [], []
+    allowed, reasons = [], []
     for name in ALL if settings.options.layout is None else [settings.options.layout]:
         trial, told = copy.copy(args), replace(settings, options=replace(settings.options, layout=name), linear=None)
         run = run_of(trial, told)
@@ -87,12 +87,12 @@ def allowed_layouts(args: argparse.Namespace, settings: Settings) -> list[str]:
             if settings.linear is not None:
                 linear_flags.check_layout(settings.linear.provider, name)
             refuse(layout.RULES, run)
-            found.append(name)
+            allowed.append(name)
         except ValueError as error:
             reasons.append(error)
-    if not found:
+    if not allowed:
         raise reasons[0]
-    return found
+    return allowed
 
 
 def refuse_all(args: argparse.Namespace, settings: Settings) -> None:

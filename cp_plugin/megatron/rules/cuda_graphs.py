@@ -39,8 +39,8 @@ def _captured(subject: Any) -> Found:
     inside = [part for part in parts if part not in OUTSIDE.get(impl, ())]
     if not inside:
         return None
-    asked = " ".join([impl, "--cuda-graph-modules", *named] if named else [impl])
-    return {"asked": asked, "captured": " and ".join(_CAPTURED.get(part, part) for part in inside)}
+    flags = " ".join([impl, "--cuda-graph-modules", *named] if named else [impl])
+    return {"flags": flags, "captured": " and ".join(_CAPTURED.get(part, part) for part in inside)}
 
 
 def captures_experts(args: Any) -> bool:
@@ -51,18 +51,18 @@ def captures_experts(args: Any) -> bool:
 
 def _named(args: Any) -> list[str]:
     """The requested parts; the flag was renamed in 0.18, and keeps its old name until Megatron's validation."""
-    found = (getattr(args, f"cuda_graph_{name}", None) for name in ("modules", "scope_deprecated", "scope"))
-    given = next(filter(None, found), [])
-    if isinstance(given, str):
-        given = given.split(",")
-    parts = given if isinstance(given, list | tuple) else [given]
+    values = (getattr(args, f"cuda_graph_{name}", None) for name in ("modules", "scope_deprecated", "scope"))
+    chosen = next(filter(None, values), [])
+    if isinstance(chosen, str):
+        chosen = chosen.split(",")
+    parts = chosen if isinstance(chosen, list | tuple) else [chosen]
     return [name for part in parts if (name := getattr(part, "name", part)) != "full"]
 
 
 CUDA_GRAPH = Rule(
     name="--cuda-graph-impl",
     example="--cuda-graph-impl local",
-    what="--cuda-graph-impl {asked}",
+    what="--cuda-graph-impl {flags}",
     why="it captures {captured}, and context parallelism cannot communicate in a CUDA graph yet",
     fix="use --cuda-graph-impl transformer_engine --cuda-graph-modules with mlp, moe or moe_router, or leave it out",
     looks_at=_captured,

@@ -23,10 +23,10 @@ def _capacity(run: Run) -> Found:
     if not args.num_experts or args.context_parallel_size == 1:
         return None
     never = args.num_experts / args.moe_router_topk  # every token may choose the same expert
-    given = [spelled(args, ("--moe-expert-capacity-factor",), lambda factor: factor < never)]
-    given.append(spelled(args, ("--moe-expert-rank-capacity-factor",), lambda factor: True))
-    found = ", ".join(filter(None, given))
-    return when(found, given=found, never=f"{never:g}")
+    limits = [spelled(args, ("--moe-expert-capacity-factor",), lambda factor: factor < never)]
+    limits.append(spelled(args, ("--moe-expert-rank-capacity-factor",), lambda factor: True))
+    flags = ", ".join(filter(None, limits))
+    return when(flags, flags=flags, never=f"{never:g}")
 
 
 RANDOM = ("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased")
@@ -42,8 +42,8 @@ def balancing(settings: Any) -> list[str]:
 def _sequences_of_packs(run: Run) -> bool:
     """A pack of several samples is divided as one sequence, so no rank's part is a number of whole samples."""
     args = run.args
-    asked = args.num_experts and run.packed and args.micro_batch_size > 1 and "seq_aux_loss" in balancing(args)
-    return bool(asked and args.context_parallel_size > 1 and spelled(args, ("--moe-aux-loss-coeff",), nonzero))
+    balances = args.num_experts and run.packed and args.micro_batch_size > 1 and "seq_aux_loss" in balancing(args)
+    return bool(balances and args.context_parallel_size > 1 and spelled(args, ("--moe-aux-loss-coeff",), nonzero))
 
 
 _UNMASKED = ("quantile_balancing",)  # load balancing without padding masks
@@ -66,7 +66,7 @@ RULES = (
         name="capacity of experts",
         example="--moe-expert-capacity-factor 1.5 --num-experts 4 | "
         "--moe-expert-rank-capacity-factor 2 --num-experts 4",
-        what="{given}",
+        what="{flags}",
         why="each rank would choose which tokens to drop from its own part of the sequence, not as a single rank does",
         fix="leave it out, or use --moe-expert-capacity-factor {never}, with which no token is dropped",
         looks_at=_capacity,

@@ -59,22 +59,22 @@ def read(core: Path) -> frozenset[str]:
         files += [Path(code) for code in codes if code.endswith(file.name) and code != str(file)]
     texts = {file: file.read_text(encoding="utf-8") for file in (*files, core / _ENGINE) if file.exists()}
     engine = re.search(rf"^( *)class {_ITS_ATTENTION}\b.*\n(?:\1 +.*\n| *\n)*", texts.pop(core / _ENGINE, ""), re.M)
-    found = _READ.findall("\n".join([*texts.values(), engine[0] if engine else ""]))
-    return frozenset(name for pair in found for name in pair if name)
+    matches = _READ.findall("\n".join([*texts.values(), engine[0] if engine else ""]))
+    return frozenset(name for pair in matches for name in pair if name)
 
 
 def _unknown(subject: Any) -> Found:
     args, spec = subject.args, find_spec("megatron.core")
     if spec is None:
         return None
-    given = {name: value for name, (value, default) in _others(args).items() if not _same(value, default)}
-    if given:
+    changed = {name: value for name, (value, default) in _others(args).items() if not _same(value, default)}
+    if changed:
         theirs = read(Path(next(iter(spec.submodule_search_locations or ()))))
-        given = {name: value for name, value in given.items() if name in theirs}
-    if given and is_dataclass(args):
-        given = _not_derived(args, given)
-    flags = ", ".join(f"--{name.replace('_', '-')}{shown(value)}" for name, value in given.items())
-    return when(given, flags=flags, names=", ".join(given))
+        changed = {name: value for name, value in changed.items() if name in theirs}
+    if changed and is_dataclass(args):
+        changed = _not_derived(args, changed)
+    flags = ", ".join(f"--{name.replace('_', '-')}{shown(value)}" for name, value in changed.items())
+    return when(changed, flags=flags, names=", ".join(changed))
 
 
 def _others(args: Any) -> dict[str, tuple[Any, Any]]:
@@ -82,23 +82,23 @@ def _others(args: Any) -> dict[str, tuple[Any, Any]]:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     refused = {name.removeprefix("--").replace("-", "_") for name in NAMES}
-    found = {}
+    others = {}
     for field in fields(args if is_dataclass(args) else MLATransformerConfig):
         value = getattr(args, field.name, None)
         if value is None or field.name in KNOWN or field.name in refused:
             continue
         factory = field.default_factory
-        found[field.name] = value, field.default if factory is MISSING else factory()
-    return found
+        others[field.name] = value, field.default if factory is MISSING else factory()
+    return others
 
 
-def _not_derived(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _not_derived(config: Any, changed: Mapping[str, Any]) -> dict[str, Any]:
     """Drop fields that the configuration computes itself from others."""
     try:
-        fresh = replace(config, **{name: default for name, (_, default) in _others(config).items() if name in given})
+        fresh = replace(config, **{name: default for name, (_, default) in _others(config).items() if name in changed})
     except Exception:  # a configuration that cannot be made twice
-        return dict(given)
-    return {name: value for name, value in given.items() if not _same(getattr(fresh, name), value)}
+        return dict(changed)
+    return {name: value for name, value in changed.items() if not _same(getattr(fresh, name), value)}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -36,10 +36,10 @@ def names_its_exchange(run: Run) -> bool:
 
 
 def _comm_type(run: Run) -> Found:
-    given = value_of(run.args, "--cp-comm-type") or "p2p"
-    asked = [given] if isinstance(given, str) else list(given)  # Bridge's configuration has one word
-    ignored = asked in (["p2p"], [None]) or (asked == ["all_gather"] and names_its_exchange(run))
-    return when(not ignored, value=shown(given))
+    value = value_of(run.args, "--cp-comm-type") or "p2p"
+    types = [value] if isinstance(value, str) else list(value)  # Bridge's configuration has one word
+    ignored = types in (["p2p"], [None]) or (types == ["all_gather"] and names_its_exchange(run))
+    return when(not ignored, value=shown(value))
 
 
 DROPOUT = flag(

@@ -205,9 +205,9 @@ def refuse_more(layer_number: int, more: Mapping[str, Any]) -> None:
 
 def check_call(layer_number: int, settings: Settings, *call: Any) -> None:
     """ValueError for everything unsupported in a call; ``call``: the first fields of a ``Call``."""
-    given = Call(*call, pads=settings.pad_sequence)
-    given = given._replace(capturing=given.query.is_cuda and torch.cuda.is_current_stream_capturing())
-    refuse(CALL, given, prefix=f"layer {layer_number}: {settings.flag} does not support ")
+    subject = Call(*call, pads=settings.pad_sequence)
+    subject = subject._replace(capturing=subject.query.is_cuda and torch.cuda.is_current_stream_capturing())
+    refuse(CALL, subject, prefix=f"layer {layer_number}: {settings.flag} does not support ")
 
 
 _SHARDED = "sharding linear attention's own weights with FSDP is not tested"

@@ -49,9 +49,9 @@ def _experts(run: Run) -> Found:
     (times the tensor-parallel) size.
     """
     args = run.args
-    given = spelled(args, ("--moe-aux-loss-coeff", "--moe-z-loss-coeff"), nonzero)
+    flags = spelled(args, ("--moe-aux-loss-coeff", "--moe-z-loss-coeff"), nonzero)
     weakened = args.num_experts and args.calculate_per_token_loss and weakens_expert_losses(run.version)
-    return when(weakened and given, given=given)
+    return when(weakened and flags, flags=flags)
 
 
 def _contiguous_attention(run: Run) -> bool:
@@ -68,8 +68,8 @@ def _not_converted(run: Run) -> bool:
     predicted = args.mtp_num_layers or "/" in pattern
     odd = args.tensor_model_parallel_size > 1 and args.tensor_model_parallel_size % 2
     possible = run.layout.name == "zigzag" and pattern and not (run.packed or predicted or odd)
-    asked = contiguous_between_layers(args) or _contiguous_attention(run)
-    return args.context_parallel_size > 1 and asked and not possible
+    contiguous = contiguous_between_layers(args) or _contiguous_attention(run)
+    return args.context_parallel_size > 1 and contiguous and not possible
 
 
 def _placed(run: Run) -> bool:
@@ -90,7 +90,7 @@ RULES = (
         example="--moe-aux-loss-coeff 0.01 --num-experts 4 --calculate-per-token-loss | "
         "--moe-z-loss-coeff 0.1 --num-experts 4 --calculate-per-token-loss | "
         "--moe-aux-loss-coeff 0.0 0.1 --num-experts 4 --calculate-per-token-loss",
-        what=f"{{given}} {_COUNTED}",
+        what=f"{{flags}} {_COUNTED}",
         why="megatron-core {0.version} makes these losses too small under context parallelism",
         fix="use megatron-core 0.19 or newer, or --cp-provider ring --cp-layout zigzag without that flag and without "
         "padding",

@@ -22,8 +22,8 @@ def _divides_delta_net(run: Run) -> bool:
 
 
 def _below_one(run: Run) -> Found:
-    given = spelled(run.args, _SIZES, lambda size: size < 1)
-    return when(given, given=given)
+    flags = spelled(run.args, _SIZES, lambda size: size < 1)
+    return when(flags, flags=flags)
 
 
 def _spec(run: Run) -> Found:
@@ -45,7 +45,7 @@ RULES = (
     Rule(
         name="sizes of the model",
         example="--num-layers -1 --hidden-size 0",
-        what="{given}",
+        what="{flags}",
         why="Megatron would fail later with an obscure error",
         fix="use 1 or more",
         looks_at=_below_one,

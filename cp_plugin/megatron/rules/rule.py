@@ -59,11 +59,11 @@ class Rule:
             ValueError: for values that the rule cannot look at, such as a division by a flag that is 0.
         """
         try:
-            found = self.looks_at(subject)
+            result = self.looks_at(subject)
         except stops.CRASHES as error:
             flags = stops.flags_read(error, getattr(subject, "args", None), "cp_plugin.megatron.rules.")
             raise ValueError(f"{flags or 'the flags'} cannot be checked ({self.name}): {error}") from error
-        return self.text.format(subject, **(found if isinstance(found, Mapping) else {})) if found else None
+        return self.text.format(subject, **(result if isinstance(result, Mapping) else {})) if result else None
 
 
 def when(applies: object, **values: object) -> Found:
@@ -118,10 +118,10 @@ def shown(value: Any) -> str:
 
 def refuse(rules: Iterable[Rule], subject: Any, *, prefix: str = "", suffix: str = "") -> None:
     """Raise one ValueError for everything that the rules refuse; prefix and suffix enclose the non-sentences."""
-    found = [(rule, said) for rule in rules if rule.kind == "refuse" and (said := rule.message(subject)) is not None]
-    if found:
-        parts = " | ".join(said for rule, said in found if not rule.sentence)
-        sentences = [said for rule, said in found if rule.sentence]
+    refused = [(rule, said) for rule in rules if rule.kind == "refuse" and (said := rule.message(subject)) is not None]
+    if refused:
+        parts = " | ".join(said for rule, said in refused if not rule.sentence)
+        sentences = [said for rule, said in refused if rule.sentence]
         raise ValueError(" | ".join([f"{prefix}{parts}{suffix}", *sentences] if parts else sentences))
 
 
