@@ -72,7 +72,7 @@ def spelled(values: Mapping[str, str | None]) -> list[str]:
     return [flag if text is None else f"{flag}={text}" for flag, text in values.items()]
 
 
-def of_parser(parser: argparse.ArgumentParser) -> Flags:
+def read_flags(parser: argparse.ArgumentParser) -> Flags:
     """What a parser declares, by the first name of each flag."""
     usual = {float: ("0.1", "1", "0"), str: ("x", "local"), None: ("x", "/none/x")}
     return {
@@ -87,9 +87,9 @@ def of_parser(parser: argparse.ArgumentParser) -> Flags:
 @cache
 def commands() -> dict[str, Flags]:
     """The flags of every command of ``cp-plugin``."""
-    found: dict[str, Flags] = {}
+    by_command: dict[str, Flags] = {}
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
-        found[name] = {}
+        by_command[name] = {}
         for option in command.load().params:
             (kind,) = get_args(of := option.type_descriptor.annotation) or (of,)
             usual = NUMBERS if kind in (int, float) or option.metavar == "N" else ("x.json", "x", "/none/x.toml")
@@ -97,22 +97,22 @@ def commands() -> dict[str, Flags]:
             choices = listed[1].split("|") if listed else [*getattr(kind, "__members__", ())]
             if option.opts[0].startswith("--"):
                 switch = getattr(option, "is_flag", False)
-                found[name][option.opts[0]] = st.none() if switch else value(option.opts[0], choices, usual)
-    return found
+                by_command[name][option.opts[0]] = st.none() if switch else value(option.opts[0], choices, usual)
+    return by_command
 
 
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
     name = draw(st.sampled_from(sorted(commands())))
-    flags, given = commands()[name], draw(some(commands()[name], 3))
+    flags, chosen = commands()[name], draw(some(commands()[name], 3))
     for needed in ("--provider", "--model", "--cluster", "--plot"):  # without them most are refused, or try everything
         if needed in flags and draw(st.integers(0, 7)):
-            given[needed] = draw(flags[needed])
+            chosen[needed] = draw(flags[needed])
     often = name in ("calibrate", "dataset", "example", "generate")
     words = draw(
         st.lists(st.sampled_from(NAMES["arguments"]), max_size=2 if often or not draw(st.integers(0, 9)) else 0)
     )
-    return [name, *words, *spelled(given)]
+    return [name, *words, *spelled(chosen)]
 
 
 @cache
@@ -124,11 +124,11 @@ def plugin_parser() -> argparse.ArgumentParser:
 
 @st.composite
 def plugin_flags(draw: st.DrawFn) -> tuple[list[str], int]:
-    flags = of_parser(plugin_parser())
-    given = draw(some(flags, 3))
+    flags = read_flags(plugin_parser())
+    chosen = draw(some(flags, 3))
     if draw(st.integers(0, 7)):
-        given = {"--cp-provider": draw(flags["--cp-provider"])} | given
-    return spelled(given), draw(st.integers(1, 16))
+        chosen = {"--cp-provider": draw(flags["--cp-provider"])} | chosen
+    return spelled(chosen), draw(st.integers(1, 16))
 
 
 BASE = shlex.split(f"{training.MODEL} {training.DATA} {training.SGD} --train-iters 1 --attention-backend unfused")
@@ -139,11 +139,11 @@ def megatron_flags() -> tuple[Flags, Flags]:
     """Those that are drawn often, and all others."""
     from megatron.training.arguments import add_megatron_arguments
 
-    found = of_parser(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    found |= of_parser(plugin_parser())
-    often = {flag: found[flag] for name in OFTEN if (flag := f"--{name}") in found}
-    often |= {flag: x for flag, x in found.items() if flag.startswith("--cp-")}
-    return often, {flag: x for flag, x in found.items() if flag not in often}
+    flags = read_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    flags |= read_flags(plugin_parser())
+    often = {flag: flags[flag] for name in OFTEN if (flag := f"--{name}") in flags}
+    often |= {flag: x for flag, x in flags.items() if flag.startswith("--cp-")}
+    return often, {flag: x for flag, x in flags.items() if flag not in often}
 
 
 @st.composite
@@ -157,7 +157,7 @@ def trainings(draw: st.DrawFn) -> list[str]:
         skipping = word in gone if word.startswith("--") else skipping
         kept += [] if skipping else [word]
     experts = ["--num-experts", "4", "--moe-router-topk", "2"] if draw(st.booleans()) else []
-    given = draw(some({f"--{name}": often[f"--{name}"] for name in NAMED}, 1)) | draw(some(often, 2))
-    given |= draw(some(rest, 2)) if draw(st.booleans()) else {}
-    given = {"--context-parallel-size": "2", "--cp-provider": draw(st.sampled_from(providers.names()))} | given
-    return [*kept, *experts, *spelled(given)]
+    chosen = draw(some({f"--{name}": often[f"--{name}"] for name in NAMED}, 1)) | draw(some(often, 2))
+    chosen |= draw(some(rest, 2)) if draw(st.booleans()) else {}
+    chosen = {"--context-parallel-size": "2", "--cp-provider": draw(st.sampled_from(providers.names()))} | chosen
+    return [*kept, *experts, *spelled(chosen)]

@@ -56,7 +56,7 @@ def stock(name: str, *places: str) -> Plant:
 class Fault(NamedTuple):
     plant: Plant
     flags: str
-    found: str
+    error: str
     """Pattern of the message that stops the run before its first step."""
     alike: bool = False
     """Another fault is found in the same place; this one is planted before a merge only."""

@@ -66,8 +66,8 @@ def unplaced(where: str, function: str) -> Plant:
 
     def wrong(find: Any) -> Any:
         def forgetting(cp: ContextParallel, *pack: Any) -> Any:
-            found = find(cp, *pack)
-            return replace(found, cp=cp) if sys._getframe(1).f_code.co_name == function else found
+            batch = find(cp, *pack)
+            return replace(batch, cp=cp) if sys._getframe(1).f_code.co_name == function else batch
 
         return staticmethod(forgetting)
 
@@ -90,7 +90,7 @@ padding_counts = planted("cp_plugin.megatron.patches.batch:_BEHIND_THE_END", "pa
     lambda values: values | {"loss_mask": 1}
 )
 own_tokens_alone = instead("cp_plugin.engine.attention.convolution:_sent", "own_tokens_alone")(
-    lambda fetch, *given: fetch(*given) * 0
+    lambda fetch, *args: fetch(*args) * 0
 )
 gradients_as_states = instead("cp_plugin.engine.linear.scan:transposed", "gradients_as_states")(lambda _, x: x)
 
@@ -126,9 +126,9 @@ wrong_decay_on_rank_1 = instead(f"{ATTENTION}.linear_attention", "wrong_decay_on
 
 
 @instead("cp_plugin.megatron.runtime:register")
-def linear_layers_with_the_tokens_of_other_ranks(register: Any, group: Any, found: Any) -> None:
-    found["linear"].numbers = found["linear"].numbers[::-1]
-    register(group, found)
+def linear_layers_with_the_tokens_of_other_ranks(register: Any, group: Any, by_kind: Any) -> None:
+    by_kind["linear"].numbers = by_kind["linear"].numbers[::-1]
+    register(group, by_kind)
 
 
 softmax_layers_wrong = instead(f"{ATTENTION}.attention", "softmax_layers_wrong")(
@@ -151,7 +151,7 @@ scores_a_tenth_too_large = instead(f"{ATTENTION}.method", "scores_a_tenth_too_la
 # -- scripts
 
 
-def after_slicing(change: Callable[[dict[str, Any]], None], name: str) -> Plant:
+def change_slices(change: Callable[[dict[str, Any]], None], name: str) -> Plant:
     def wrong(get: Any, *args: Any) -> dict[str, Any]:
         batch = get(*args)
         change(batch)
@@ -185,8 +185,8 @@ def other_samples_on_a_rank(name: str, later: bool) -> Plant:
     def wrong(cut: Any, batch: dict[str, Tensor]) -> Any:
         from cp_plugin.megatron.state import STATE
 
-        mine = os.environ["RANK"] == "1" and not STATE.trial and not (later and STATE.first_batch is not None)
-        return cut(batch | {"tokens": batch["tokens"].flip(0)} if mine else batch)
+        own = os.environ["RANK"] == "1" and not STATE.trial and not (later and STATE.first_batch is not None)
+        return cut(batch | {"tokens": batch["tokens"].flip(0)} if own else batch)
 
     return instead(f"{GPT}:_slice", name)(wrong)
 
@@ -228,7 +228,7 @@ def loss(name: str, make: Callable[[Tensor, Tensor, Any], Any]) -> Plant:
     return instead(f"{GPT}:loss", name)(lambda usual, mask, output: make(*usual(mask, output)))
 
 
-def over_all(x: Tensor) -> Tensor:
+def sum_all(x: Tensor) -> Tensor:
     from megatron.core import parallel_state
 
     x = x.clone()
@@ -247,21 +247,21 @@ def pair(total: Tensor, tokens: Tensor) -> Tensor:
 
 
 # as Megatron's own scripts returned it: scaled by the number of ranks, then averaged over them
-means_over_all_tokens = loss("means over all tokens", lambda x, n, report: (x / over_all(n), report))
+means_over_all_tokens = loss("means over all tokens", lambda x, n, report: (x / sum_all(n), report))
 COUNTS = f"{STEP}. rank .*: the gradient of"
 REPORTS = f"{STEP}. rank .*: 'lm loss': .* instead of"
 LOSSES = (  # Bridge 2055, verl 6609: too large, or too small, by the number of ranks
     Fault(loss("a mean", lambda x, n, report: (x / n, n, report)), CONTIGUOUS, COUNTS, True),
-    Fault(loss("a count of all ranks", lambda x, n, report: (x, over_all(n), report)), ZIGZAG, COUNTS),
+    Fault(loss("a count of all ranks", lambda x, n, report: (x, sum_all(n), report)), ZIGZAG, COUNTS),
     Fault(loss("a sum over all ranks", lambda x, n, report: (ranks() * x, n, report)), ZIGZAG, COUNTS, True),
     Fault(loss("two parts, a mean", lambda x, n, report: (x / n, report)), ZIGZAG, COUNTS, True),
     Fault(
-        loss("a report of all ranks' sum", lambda x, n, report: (x, n, {"lm loss": pair(over_all(x), n)})),
+        loss("a report of all ranks' sum", lambda x, n, report: (x, n, {"lm loss": pair(sum_all(x), n)})),
         CONTIGUOUS,
         REPORTS,
     ),
     Fault(
-        loss("a report of all ranks' count", lambda x, n, report: (x, n, report | {"loss": pair(x, over_all(n))})),
+        loss("a report of all ranks' count", lambda x, n, report: (x, n, report | {"loss": pair(x, sum_all(n))})),
         CONTIGUOUS,
         REPORTS.replace("lm loss", "loss"),
         True,
@@ -295,15 +295,15 @@ FEATURES = (
     Fault(softmax_layers_wrong, GLA, "rank 0: layer 2, head 3: out", True),
     Fault(wrong_exponents, FP8, f"rank 0: {OUT}"),
     Fault(scores_a_tenth_too_large, FP8, f"rank 0: {OUT}", True),
-    Fault(after_slicing(generated, "labels shifted by generated code"), STRIPED, STEP, True),
-    Fault(after_slicing(shift_labels, "labels shifted after slicing"), STRIPED, STEP),
+    Fault(change_slices(generated, "labels shifted by generated code"), STRIPED, STEP, True),
+    Fault(change_slices(shift_labels, "labels shifted after slicing"), STRIPED, STEP),
     Fault(
-        after_slicing(count_positions, "positions counted after slicing"),
+        change_slices(count_positions, "positions counted after slicing"),
         f"{STRIPED} --position-embedding-type learned_absolute",
         STEP,
         True,
     ),
-    Fault(after_slicing(weigh_by_own_tokens, "samples weighed by a rank's tokens"), STRIPED, STEP, True),
+    Fault(change_slices(weigh_by_own_tokens, "samples weighed by a rank's tokens"), STRIPED, STEP, True),
     Fault(
         other_samples_on_a_rank("other samples", later=False),
         f"{STRIPED} --cp-check-every 1",

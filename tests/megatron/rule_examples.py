@@ -153,8 +153,8 @@ def check_run(rule: Rule, line: str) -> None:
         assert rule.message(run) is None, f"{rule.name!r} still applies"
     else:
         check(rule, said, "")
-        asked = [flag, *(values if rule.kind == "refuse" else ())]
-        assert said and all(word in said for word in asked), f"{line!r} is not named: {said}"
+        named = [flag, *(values if rule.kind == "refuse" else ())]
+        assert said and all(word in said for word in named), f"{line!r} is not named: {said}"
 
 
 def check(rule: Rule, said: str | None, names: str) -> None:

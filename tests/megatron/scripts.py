@@ -54,10 +54,10 @@ def _mask(first: Any) -> None:
     get = MockGPTDataset.__getitem__
 
     def masked(self: Any, index: int | None) -> dict[str, Any]:
-        found = get(self, index)
-        found["loss_mask"] = found["loss_mask"].clone()
-        found["loss_mask"][: first(found["loss_mask"].numel())] = 0
-        return found
+        sample = get(self, index)
+        sample["loss_mask"] = sample["loss_mask"].clone()
+        sample["loss_mask"][: first(sample["loss_mask"].numel())] = 0
+        return sample
 
     MockGPTDataset.__getitem__ = masked
 
@@ -96,8 +96,8 @@ def pad_rows(*, everywhere: bool = True) -> None:
 
     def told(model: Any, *args: Any, **named: Any) -> Any:
         labels, padding = named.get("labels"), held.get("padding_mask")
-        asked = labels is not None and padding is not None and (everywhere or padding.any())
-        also = {"padding_mask": padding} if asked else {}
+        padded = labels is not None and padding is not None and (everywhere or padding.any())
+        also = {"padding_mask": padding} if padded else {}
         return forward(model, *args, **named, **(also if also and labels.shape == padding.shape else {}))
 
     gpt._slice, gpt.get_batch, GPTModel.forward = shorter, kept, told  # type: ignore[method-assign]

@@ -126,21 +126,21 @@ def _goes_on(documents: Tensor | None, token: int) -> bool:
     return documents is None or (token > 0 and bool(documents[token] == documents[token - 1]))
 
 
-def _of_tokens(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
+def _number_tokens(cu_seqlens: Tensor | None, tokens: int) -> Tensor | None:
     return None if cu_seqlens is None else torch.bucketize(torch.arange(tokens), cu_seqlens, right=True)
 
 
 def _delta_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None = None, **unused: Any
 ) -> tuple[Tensor, None]:
-    return _causal_conv(x, weight, bias, _of_tokens(cu_seqlens, x.size(1))), None
+    return _causal_conv(x, weight, bias, _number_tokens(cu_seqlens, x.size(1))), None
 
 
 def _delta_rule(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **unused: Any
 ) -> tuple[Tensor, None]:
     """[b, l, heads, size]; g and beta [b, l, heads]."""
-    documents = _of_tokens(cu_seqlens, q.size(1))
+    documents = _number_tokens(cu_seqlens, q.size(1))
     h, out = q.new_zeros(q.size(0), q.size(2), k.size(3), v.size(3)), []
     for t in range(q.size(1)):
         h = h * g[:, t, :, None, None].exp() * _goes_on(documents, t)

@@ -23,11 +23,11 @@ def _fine_tuning_validates(model: torch.nn.Module) -> list[float]:
     def as_fine_tuning(*positional: Any, **named: Any) -> Any:
         training.get_args = lambda: Namespace(**(vars(arguments()) | {"sft": True}))
         try:
-            found = evaluate(*positional, **named)
+            results = evaluate(*positional, **named)
         finally:
             training.get_args = arguments
-        losses.append(found[0]["lm loss"].item())
-        return found
+        losses.append(results[0]["lm loss"].item())
+        return results
 
     training.evaluate = as_fine_tuning
     return losses

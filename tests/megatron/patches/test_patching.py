@@ -52,7 +52,7 @@ TENFOLD = replaces("somelib:slow", "a test", "x")(lambda call: 10 * call.origina
 
 def _held_by_megatron() -> set[str]:
     """Every name in Megatron's modules and classes that refers to a function or class of the plugin."""
-    found = set()
+    held = set()
     modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron" and module}
     for name, module in modules.items():
         classes = {k: v for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == name}
@@ -62,8 +62,8 @@ def _held_by_megatron() -> set[str]:
                 code = getattr(value, "__code__", None)
                 file = code.co_filename if code is not None else str(getattr(value, "__module__", "")).replace(".", "/")
                 if "cp_plugin/" in file and "cuda_surface" not in file:  # which is about torch
-                    found.add(f"{name}:{prefix}{attribute}")
-    return found
+                    held.add(f"{name}:{prefix}{attribute}")
+    return held
 
 
 def test_nothing_of_megatrons_is_replaced_outside_of_the_table(validated: Callable[..., object]) -> None:

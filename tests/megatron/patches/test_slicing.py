@@ -112,7 +112,7 @@ def test_contiguous_tokens_that_a_script_asks_for(act_as: ActAs, monkeypatch: py
     assert torch.equal(batch["attention_mask"], _batch()["attention_mask"][:, :, AT["zigzag"]])
 
 
-def _in_layouts(
+def _slice_layouts(
     batch: dict[str, Any],
     boundary_layout: str,
     is_hybrid_cp: bool,
@@ -146,7 +146,7 @@ def get_batches(adapter: None, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     from cp_plugin.megatron.patches.batch import replace_get_batches
 
     monkeypatch.setattr(utils, "get_batch_on_this_cp_rank", replace_get_batch(_newest))
-    replaced = replace_get_batches(_in_layouts)
+    replaced = replace_get_batches(_slice_layouts)
     return lambda batch, boundary, **more: replaced(batch, boundary, False, "group", **more)
 
 
@@ -224,7 +224,7 @@ def test_another_slicer_of_several_layouts_stops_the_run(adapter: None, monkeypa
     (patch,) = [patch for patch in OF_RUN if patch is batch.replace_get_batches]
     with pytest.raises(ValueError, match="it has no parameter cp_group, boundary_layout, additional_layouts"):
         patching.install([patch])
-    known = functools.partial(_in_layouts)  # another object than this module's
+    known = functools.partial(_slice_layouts)  # another object than this module's
     newer.get_batches_on_this_cp_rank = known
     patching.install([patch])
     assert newer.get_batches_on_this_cp_rank is not known

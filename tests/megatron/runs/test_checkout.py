@@ -18,8 +18,8 @@ import pytest
 import training
 from training import PACKED, Record, train
 
-found = find_spec("megatron.core")
-CHECKOUT = Path(str(found and found.origin)).parents[2]
+spec = find_spec("megatron.core")
+CHECKOUT = Path(str(spec and spec.origin)).parents[2]
 IN_A_CHECKOUT = pytestmark = [
     pytest.mark.usefixtures("adapter"),
     pytest.mark.skipif(

@@ -35,10 +35,10 @@ def forked(test: Callable[..., None]) -> Callable[..., None]:
     """Run a test in its own process."""
 
     @functools.wraps(test)
-    def in_a_rank(**fixtures: Any) -> None:
+    def run_test(**fixtures: Any) -> None:
         run_ranks(functools.partial(test, **fixtures), 1)
 
-    return in_a_rank
+    return run_test
 
 
 def _state() -> dict[str, Any]:

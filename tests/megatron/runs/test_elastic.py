@@ -54,8 +54,8 @@ def test_a_training_is_handed_on(tmp_path: Path, capfd: pytest.CaptureFixture[st
         assert len(losses) == STEPS - done, "it went on, and did not begin anew"
         errors = [abs(a / b - 1) for a, b in zip(losses, undisturbed[done:], strict=True)]
         assert max(errors) <= CLOSE, (flags, errors)
-        found = announced(capfd)
-        assert found >= set(filter(None, said.split(", "))) and bool(found) == bool(said), found
+        lines = announced(capfd)
+        assert lines >= set(filter(None, said.split(", "))) and bool(lines) == bool(said), lines
     with pytest.raises(Exception, match=f"saved with softmax attention in all layers, but this run has {GLA}"):
         train(2, f"{GLA} --context-parallel-size 2 {COMMON} --load {tmp_path}/0", steps=STEPS + 1, training=ADAM)
 

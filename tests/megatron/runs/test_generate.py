@@ -65,12 +65,12 @@ def texts(*words: str) -> dict[str, Any]:
 @pytest.mark.parametrize("model", MODELS)
 def test_greedy_text_is_that_of_one_rank(model: str, checkpoints: Checkpoints) -> None:
     new = 256 if NIGHT else 32
-    asked = ("--load", str(checkpoints(model)), "--prompt", "def main", "--new-tokens", str(new), "--ignore-eod")
-    one = texts(*asked)
+    common = ("--load", str(checkpoints(model)), "--prompt", "def main", "--new-tokens", str(new), "--ignore-eod")
+    one = texts(*common)
     assert len(one["tokens"][0]) == len("def main") + new and len(set(one["tokens"][0])) > 10
     provider = () if model == "hybrid" else ("--cp-provider", "attention2d")
     ranks = 4 if NIGHT else 2
-    several = texts(*asked, "--ranks", str(ranks), "--chunk", "4", *provider)
+    several = texts(*common, "--ranks", str(ranks), "--chunk", "4", *provider)
     assert several["tokens"] == one["tokens"]
     assert len(set(several["cache_bytes"])) == 1
     if model == "window":
@@ -80,8 +80,8 @@ def test_greedy_text_is_that_of_one_rank(model: str, checkpoints: Checkpoints) -
 
 @nightly
 def test_several_prompts_drawn_with_tensor_parallel_ranks(checkpoints: Checkpoints) -> None:
-    asked = ("--load", str(checkpoints("window")), "--prompt", "abc", "--prompt", "import json", "--new-tokens", "12")
-    drawn = (*asked, "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9", "--sample-seed", "3")
+    common = ("--load", str(checkpoints("window")), "--prompt", "abc", "--prompt", "import json", "--new-tokens", "12")
+    drawn = (*common, "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9", "--sample-seed", "3")
     one = texts(*drawn)
     other = texts(*drawn, "--ranks", "4", "--tensor-model-parallel-size", "2")
     assert one["tokens"] == other["tokens"] != texts(*drawn[:-1], "4")["tokens"]

@@ -81,10 +81,10 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> str:
         for line in range(64):
             messages = []
             for text in texts[3 * line : 3 * line + 1 + line % 3]:
-                asked, answered = text[: len(text) // 3], text[len(text) // 3 :]
+                question, answer = text[: len(text) // 3], text[len(text) // 3 :]
                 messages.append({"role": "system", "content": "Python"})
-                messages.append({"role": "user", "content": asked})
-                messages.append({"role": "assistant", "content": answered})
+                messages.append({"role": "user", "content": question})
+                messages.append({"role": "assistant", "content": answer})
             file.write(json.dumps({"messages": messages}) + "\n")
     return (
         f"--sft --no-create-attention-mask-in-dataloader --num-workers 0 --split 100,0,0 "

@@ -71,7 +71,7 @@ def _rows(text: str) -> dict[str, str]:
     return {row[1]: row[2] for row in cells if len(row) == 4}
 
 
-def _between_hosts() -> None:
+def _spread_hosts() -> None:
     """Four hosts on a network that is not Gloo's, as far as the table can see."""
     socket.gethostname = lambda: f"host{os.environ['RANK']}"
     from cp_plugin.megatron.state import STATE
@@ -85,7 +85,7 @@ def test_start_up_says_what_the_table_chose(capfd: pytest.CaptureFixture[str]) -
     flags = "--bf16 --context-parallel-size 2 --cp-provider ring"
     sent = {}
     for name, prepare, more, why in (
-        ("bfloat16", _between_hosts, "", "leave messages between hosts exposed; dk and dv are rounded at each"),
+        ("bfloat16", _spread_hosts, "", "leave messages between hosts exposed; dk and dv are rounded at each"),
         ("float32", None, "", "on CPU ranks there is no slow network to relieve"),
         ("asked for model", None, "--cp-gradient-dtype model", ""),
     ):

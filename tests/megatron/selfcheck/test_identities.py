@@ -108,7 +108,7 @@ def totals(case: Case) -> dict[str, Tensor] | None:
     by_rank = run_threads(rank, settled.axes)
     if None in by_rank:
         return None
-    return {name: torch.stack([found[name] for found in by_rank]).sum(0) for name in by_rank[0]}
+    return {name: torch.stack([sums_of_rank[name] for sums_of_rank in by_rank]).sum(0) for name in by_rank[0]}
 
 
 @pytest.mark.parametrize("shape", [(40_000, 1, 1, 64), (300, 2, 8, 1024), (9, 1, 2, 250_000)])
@@ -119,11 +119,11 @@ def test_products_need_little_memory_beside_the_gradients(shape: tuple[int, int,
     x, dx = (torch.randn(shape, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2))
     dx = dx.movedim(0, -1).contiguous().movedim(-1, 0)  # autograd gives any strides
     with Meter() as meter:
-        found = sums("q", x, dx, shape[:3])
+        totals = sums("q", x, dx, shape[:3])
     assert meter.peak <= 64 << 20
     product = x.double() * dx.double()
     want = torch.stack([y.sum((0, 1, 3)) for y in (product, product**2, product.abs(), x.double() ** 2)])
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(totals, want, rtol=1e-12, atol=1e-9)
 
 
 def apart(case: Case, total: dict[str, Tensor]) -> list[tuple[float, str]]:
@@ -132,14 +132,14 @@ def apart(case: Case, total: dict[str, Tensor]) -> list[tuple[float, str]]:
 
     hops = case.ranks if case.options else 0
     rounding = Rounding.from_dtype(case.dtype, cuda=False, hops=hops)
-    found = []
+    pairs = []
     for one, other in LINEAR if case.linear else SOFTMAX:
         far, allowed = compared(total[one], total[other], rounding)
         fair = far.isfinite() & allowed.isfinite()
-        found.append(
+        pairs.append(
             ((far / allowed.clamp_min(1e-300))[fair].max().item() if fair.any() else 0.0, f"{one} and {other}")
         )
-    return found
+    return pairs
 
 
 def test_clean_calls_of_all_kinds_pass() -> None:
@@ -156,6 +156,6 @@ def test_clean_calls_of_all_kinds_pass() -> None:
             far, pair = max(apart(case, total))
             worst[case.dtype] = max(worst[case.dtype], (far, f"{case.provider}: {pair}", seed))
         seed += 1
-    print({str(dtype): found for dtype, found in worst.items()})
+    print({str(dtype): farthest for dtype, farthest in worst.items()})
     assert seen == {*providers.names("softmax"), *providers.names("linear")}
-    assert max(found[0] for found in worst.values()) < 0.5, worst
+    assert max(farthest[0] for farthest in worst.values()) < 0.5, worst

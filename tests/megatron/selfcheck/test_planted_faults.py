@@ -56,7 +56,7 @@ def batch_by_rank_number(slice_batch: Any, tensors: dict[str, Any], cp: ContextP
         cp.numbers = numbers
 
 
-def in_halves(key: str) -> Plant:
+def halve(key: str) -> Plant:
     """Cut one part of the batch in halves, the others by the layout."""
     fault = instead(BATCH, f"{key} in halves")
     return fault(lambda cut, x, cp: cut(dict(x), cp) | {key: x[key].chunk(cp.size, 1)[cp.index].contiguous()})
@@ -104,13 +104,13 @@ def called_with(name: str, **changed: Any) -> Plant:
 
 def gradient(fault: str, name: str, factor: float) -> Plant:
     def wrong(backward: Any, self: Any, *args: Any) -> Any:
-        found = backward(self, *args)
-        return None if found is None else found._replace(**{name: factor * getattr(found, name)})
+        grads = backward(self, *args)
+        return None if grads is None else grads._replace(**{name: factor * getattr(grads, name)})
 
     return instead("cp_plugin.engine.methods.local:Local.backward", fault)(wrong)
 
 
-def in_transit(name: str, change: Callable[[Tensor], Tensor]) -> Plant:
+def change_messages(name: str, change: Callable[[Tensor], Tensor]) -> Plant:
     fault = instead(f"{MESH}._exchange", name)
     return fault(lambda send, self, axis, x, *args, **kw: send(self, axis, tuple(map(change, x)), *args, **kw))
 
@@ -127,7 +127,7 @@ log_sum_exp_ignored = instead("cp_plugin.engine.kernels.fused:_weight", "log_sum
 sinks_of_other_heads = instead("cp_plugin.engine.attention.softmax:apply_sink", "sinks_of_other_heads")(
     lambda apply, out, lse, sink: apply(out, lse, sink.roll(1) + 0.5)
 )
-rounded_in_transit = in_transit("rounded_in_transit", lambda t: t.bfloat16().to(t.dtype))
+rounded_in_transit = change_messages("rounded_in_transit", lambda t: t.bfloat16().to(t.dtype))
 gathered_in_the_wrong_order = instead(f"{MESH}._all_gather", "gathered_in_the_wrong_order")(
     lambda gather, self, axis, x: gather(self, axis, x).then(lambda t: torch.cat(t.chunk(self.axes[axis])[::-1]))
 )
@@ -187,9 +187,9 @@ GRADIENTS = r"layer \d, gradients: head \d"
 FAULTS = (
     Fault(stock_batch, STRIPED, "without slicing its batch"),
     Fault(batch_by_rank_number, HEAD_AXIS, STEP),
-    Fault(in_halves("labels"), STRIPED, STEP, True),
-    Fault(in_halves("loss_mask"), STRIPED, STEP, True),
-    Fault(in_halves("position_ids"), f"{STRIPED} --position-embedding-type learned_absolute", STEP, True),
+    Fault(halve("labels"), STRIPED, STEP, True),
+    Fault(halve("loss_mask"), STRIPED, STEP, True),
+    Fault(halve("position_ids"), f"{STRIPED} --position-embedding-type learned_absolute", STEP, True),
     Fault(contiguous_rope, STRIPED, STEP),
     Fault(contiguous_yarn, YARN, STEP, True),
     Fault(rope_by_rank_number, HEAD_AXIS, STEP, True),
@@ -208,7 +208,7 @@ FAULTS = (
     Fault(gradient("value_gradient_doubled", "dv", 2), STRIPED, GRADIENTS, True),
     Fault(gradient("query_gradient_negated", "dq", -1), STRIPED, f"rank 0: {DQ}", True),
     Fault(log_sum_exp_ignored, STRIPED, OUT, True),
-    Fault(in_transit("halves_swapped_in_transit", lambda t: t.roll(t.size(0) // 2, 0)), STRIPED, OUT, True),
+    Fault(change_messages("halves_swapped_in_transit", lambda t: t.roll(t.size(0) // 2, 0)), STRIPED, OUT, True),
     Fault(rounded_in_transit, STRIPED, OUT, True),
     Fault(rounded_in_transit, BURST, OUT, True),
     Fault(gathered_in_the_wrong_order, GRID, OUT, True),
@@ -226,7 +226,7 @@ FAULTS = (
 def test_the_self_check_finds_it(fault: Fault) -> None:
     with pytest.raises(RankError) as raised:
         train(ranks_of(fault.flags), fault.flags, steps=2, documents=SHORT, prepare=fault.plant)
-    assert re.search(fault.found, str(raised.value)) is not None, str(raised.value)
+    assert re.search(fault.error, str(raised.value)) is not None, str(raised.value)
 
 
 def test_without_the_self_check_such_a_fault_trains_and_is_seen_in_gradients() -> None:

@@ -32,25 +32,25 @@ class Later(NamedTuple):
     plant: Plant
     flags: str
     steps: int
-    found: str
+    error: str
     """Pattern of the check's message."""
     model: str = ONE_CALL
 
 
-def on_rank_1(at: str, step: int, do: str, last: int) -> Later:
+def fault_rank_1(at: str, step: int, do: str, last: int) -> Later:
     """A fault that the check finds in the step ``last``."""
-    found = rf"--cp-check-every 1: in step {last}, layer 1, .*\. rank 1: out of [1-8] of 8 rows"
-    return Later(Plant(rank=1, at=at, step=step, do=do), TWO, last, found)
+    error = rf"--cp-check-every 1: in step {last}, layer 1, .*\. rank 1: out of [1-8] of 8 rows"
+    return Later(Plant(rank=1, at=at, step=step, do=do), TWO, last, error)
 
 
-def in_step_3(at: str, do: str, found: str, flags: str = TWO, rank: int = 1) -> Later:
+def fault_step_3(at: str, do: str, error: str, flags: str = TWO, rank: int = 1) -> Later:
     """rank: for sums that come back 0, which has the keys that the other rank's queries see."""
-    return Later(Plant(rank=rank, at=at, step=3, do=do), flags, 3, found)
+    return Later(Plant(rank=rank, at=at, step=3, do=do), flags, 3, error)
 
 
-def of_delta_net(at: str, do: str, found: str, layout: str = "zigzag") -> Later:
+def fault_delta_net(at: str, do: str, error: str, layout: str = "zigzag") -> Later:
     """In a hybrid model, with the kernels of its layers in plain torch."""
-    return in_step_3(at, do, found)._replace(model=f"{DELTA} {layout}")
+    return fault_step_3(at, do, error)._replace(model=f"{DELTA} {layout}")
 
 
 STEP_3 = "--cp-check-every 1: in step 3, "
@@ -60,29 +60,29 @@ SLICES = rf"{STEP_3}on the \w+ layout, .*%s are not those of the slice on rank 1
 TURNED = rf"{STEP_3}layer 1, .* queries or keys are not rotated by their positions\. rank 1: "
 HALO = rf"{STEP_3}layer 1, .* halo of the short convolution's %s is not what was sent \(rank 1 from"
 LATER = {
-    "labels of another token": in_step_3("batch", "roll:labels", SLICES % "labels"),
-    "tokens of another place": in_step_3("batch", "roll:tokens", SLICES % "tokens"),
-    "positions of another token": in_step_3("batch", "roll:position_ids", SLICES % "position_ids"),
-    "a loss mask": in_step_3("batch", "mask", SLICES % "loss_mask .*; weights in the loss"),
-    "angles of the next token": in_step_3("rotation", "turn:1", TURNED),
-    "another softmax scale": in_step_3("attention", "scale:1.2", ROWS),
-    "another window": in_step_3("attention", "window:3", ROWS),
-    "a sink": in_step_3("attention", "sink:0.5", ROWS),
-    "remote dv": in_step_3("returned", "smaller:dv", SUMS % "v . dv", rank=0),
-    "remote dk": in_step_3("returned", "smaller:dk", SUMS % "q . dq", rank=0),
-    "keys of an earlier call": on_rank_1("received", 3, "stale", 3),
+    "labels of another token": fault_step_3("batch", "roll:labels", SLICES % "labels"),
+    "tokens of another place": fault_step_3("batch", "roll:tokens", SLICES % "tokens"),
+    "positions of another token": fault_step_3("batch", "roll:position_ids", SLICES % "position_ids"),
+    "a loss mask": fault_step_3("batch", "mask", SLICES % "loss_mask .*; weights in the loss"),
+    "angles of the next token": fault_step_3("rotation", "turn:1", TURNED),
+    "another softmax scale": fault_step_3("attention", "scale:1.2", ROWS),
+    "another window": fault_step_3("attention", "window:3", ROWS),
+    "a sink": fault_step_3("attention", "sink:0.5", ROWS),
+    "remote dv": fault_step_3("returned", "smaller:dv", SUMS % "v . dv", rank=0),
+    "remote dk": fault_step_3("returned", "smaller:dk", SUMS % "q . dq", rank=0),
+    "keys of an earlier call": fault_rank_1("received", 3, "stale", 3),
     "a message of another step of the ring": Later(
         Plant(rank=2, at="received", step=3, do="late"), FOUR, 3, ROWS.replace(". rank 1", ".*rank 2")
     ),
-    "merged wrongly in call 20": on_rank_1("call", 20, "average", 20),
-    "the sign of an element": on_rank_1("received", 5, "flip:31", 5),
-    "the highest bit of an exponent": on_rank_1("received", 5, "flip:30", 5),
-    "the highest bit of a mantissa": on_rank_1("received", 5, "flip:22", 5),
-    "swapped halos": of_delta_net("halo", "flipped:halo", HALO % "forward"),
-    "gradients of a halo": of_delta_net("returned halo", "lost:halo", HALO % "backward"),
-    "halos in bfloat16": of_delta_net("halo", "smaller:halo", HALO % "forward", "contiguous --bf16"),
-    "decays of the next tokens": of_delta_net("linear", "flipped:log_decay", ROWS),
-    "betas": of_delta_net("linear", "smaller:beta", ROWS),
+    "merged wrongly in call 20": fault_rank_1("call", 20, "average", 20),
+    "the sign of an element": fault_rank_1("received", 5, "flip:31", 5),
+    "the highest bit of an exponent": fault_rank_1("received", 5, "flip:30", 5),
+    "the highest bit of a mantissa": fault_rank_1("received", 5, "flip:22", 5),
+    "swapped halos": fault_delta_net("halo", "flipped:halo", HALO % "forward"),
+    "gradients of a halo": fault_delta_net("returned halo", "lost:halo", HALO % "backward"),
+    "halos in bfloat16": fault_delta_net("halo", "smaller:halo", HALO % "forward", "contiguous --bf16"),
+    "decays of the next tokens": fault_delta_net("linear", "flipped:log_decay", ROWS),
+    "betas": fault_delta_net("linear", "smaller:beta", ROWS),
 }
 
 
@@ -99,7 +99,7 @@ def test_the_check_in_training_finds_it(name: str, tmp_path: Path, capfd: pytest
         _train(LATER[name], tmp_path, "--cp-check-every 1")
     text, printed = str(raised.value), capfd.readouterr().out
     assert "self-check passed" in printed, "the start-up check has found it"
-    assert re.search(f"(Attention|Batch)Error: {LATER[name].found}", text) is not None, text
+    assert re.search(f"(Attention|Batch)Error: {LATER[name].error}", text) is not None, text
     assert len(re.findall(r"(?:^|: )(?:Attention|Batch)Error", text, re.MULTILINE)) >= 2, "on each rank of the group"
 
 
@@ -126,7 +126,7 @@ ROTATIONS = {
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_every_form_of_rotation_is_compared(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model, flags = ROTATIONS[name]
-    later = in_step_3("rotation", "turn:1", "", flags)
+    later = fault_step_3("rotation", "turn:1", "", flags)
     with pytest.raises(RankError) as raised:
         _train(later, tmp_path, "--cp-check-every 1", model=model)
     assert "does not compare" not in capfd.readouterr().out

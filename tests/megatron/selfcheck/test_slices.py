@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from feature_faults import STRIPED, after_slicing
+from feature_faults import STRIPED, change_slices
 from torch import Tensor
 from training import train
 
@@ -50,8 +50,8 @@ def test_every_change_is_seen(name: str) -> None:
             one = whole.clone()
             one[row, token] = ~one[row, token] if one.dtype == torch.bool else one[row, token] + 1
             changed.append(one)
-    found = {digest(x, at).item() for x in (whole, *changed)}
-    assert len(found) == len(changed) + 1
+    digests = {digest(x, at).item() for x in (whole, *changed)}
+    assert len(digests) == len(changed) + 1
 
 
 def forget_some(batch: dict[str, Tensor]) -> None:
@@ -59,7 +59,7 @@ def forget_some(batch: dict[str, Tensor]) -> None:
 
 
 def test_a_script_that_changes_labels_trains(capfd: pytest.CaptureFixture[str]) -> None:
-    train(2, f"{STRIPED} --cp-check-every 1", steps=2, prepare=after_slicing(forget_some, ""))
+    train(2, f"{STRIPED} --cp-check-every 1", steps=2, prepare=change_slices(forget_some, ""))
     lines = [line for line in capfd.readouterr().out.splitlines() if "does not compare" in line]
     assert lines == [
         "cp_plugin: --cp-check-every does not compare slices of labels, which in the first one are not those of the "
@@ -76,9 +76,9 @@ def test_the_rank_that_differs_is_named() -> None:
         said = []
         for other in range(3):
             tokens = ENTRIES["tokens"].flip(0) if dist.get_rank() == other else ENTRIES["tokens"]
-            with pytest.raises(BatchError) as found:
+            with pytest.raises(BatchError) as raised:
                 require_one_batch({"tokens": tokens, "labels": ENTRIES["tokens"]}, dist.group.WORLD)
-            said.append(str(found.value))
+            said.append(str(raised.value))
         return said
 
     for texts in run_ranks(rank, 3, init_process_group=True):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, cases
-from feature_faults import STRIPED, after_slicing
+from feature_faults import STRIPED, change_slices
 from nightly import one_case
 from state_space_kernels import STATES
 from test_planted_faults import called_with
@@ -45,13 +45,13 @@ def _fail_in_trial(batch: dict[str, Tensor]) -> None:
 
 def test_a_step_that_cannot_be_run_is_reported_and_the_run_starts(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RankError, match="--cp-selfcheck strict: the check of a training step could not be run: KeyErr"):
-        train(2, f"{STRIPED} --cp-selfcheck strict", prepare=after_slicing(_fail_in_trial, ""))
-    got = train(2, STRIPED, prepare=after_slicing(_fail_in_trial, ""))
+        train(2, f"{STRIPED} --cp-selfcheck strict", prepare=change_slices(_fail_in_trial, ""))
+    got = train(2, STRIPED, prepare=change_slices(_fail_in_trial, ""))
     assert "the check of a training step could not be run: KeyError: 'a name of this fork'" in capfd.readouterr().out
     assert [record.losses for record in got] == [record.losses for record in train(2, f"{STRIPED} {OFF}")]
 
     def with_a_fault() -> None:
-        after_slicing(_fail_in_trial, "")()
+        change_slices(_fail_in_trial, "")()
         called_with("wrong scale", scale=1.01 / 4)()
 
     with pytest.raises(RankError, match="AttentionError: --cp-check-every: in step 1, layer"):
@@ -130,6 +130,6 @@ def test_a_gradient_that_is_a_multiple_is_named() -> None:
     alone = readings.Reference(same)
     alone.moved.append(moved)
     assert alone.differences(same, "abc", 1e-5) == []
-    (found,) = alone.differences(many, "abc", 1e-5)
-    assert found.startswith("the gradient of b by") and found.endswith("the first of 1 of 3 that differ")
-    assert "; it is 4 times that of one rank)" in found
+    (problem,) = alone.differences(many, "abc", 1e-5)
+    assert problem.startswith("the gradient of b by") and problem.endswith("the first of 1 of 3 that differ")
+    assert "; it is 4 times that of one rank)" in problem
