@@ -10,7 +10,6 @@ losses of experts   with a padding mask are those of all ranks' tokens. Megatron
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -25,17 +24,6 @@ from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.rules.cuda_graphs import captures_experts
 from cp_plugin.megatron.rules.experts import balancing
 from cp_plugin.megatron.rules.rule import nonzero
-
-_LENGTHS = ("seq_length", "decoder_seq_length")
-
-
-def padded_lengths(named: Mapping[str, Any]) -> dict[str, int]:
-    """Return the lengths that a schedule is told for padded sequences.
-
-    named: its arguments.
-    """
-    cp = runtime.context_parallel()
-    return {name: runtime.padded(cp, named[name]) for name in _LENGTHS if named.get(name) is not None}
 
 
 def _needed(run: Run) -> bool:

@@ -46,7 +46,6 @@ def _sequences_of_packs(run: Run) -> bool:
     return bool(balances and args.context_parallel_size > 1 and spelled(args, ("--moe-aux-loss-coeff",), nonzero))
 
 
-_UNMASKED = ("quantile_balancing",)  # load balancing without padding masks
 _PADDED = "{0.padding} tokens of padding (--cp-pad-sequence)"
 _rule = partial(Rule, late=True)
 _FIX = "leave it out, or use a --seq-length that needs no padding"
@@ -54,11 +53,6 @@ _FIX = "leave it out, or use a --seq-length that needs no padding"
 
 def _padded_experts(run: Run) -> bool:
     return bool(run.args.num_experts and run.padding)
-
-
-def _balancing(run: Run) -> Found:
-    unmasked = [kind for kind in balancing(run.args) if kind in _UNMASKED]
-    return when(unmasked and _padded_experts(run), kind=" ".join(unmasked))
 
 
 RULES = (
@@ -94,10 +88,10 @@ RULES = (
     _rule(
         name="balancing of padding",
         example="--moe-router-load-balancing-type quantile_balancing --num-experts 4 --seq-length 62 --cp-pad-sequence",
-        what=f"--moe-router-load-balancing-type {{kind}} with {_PADDED}",
+        what=f"--moe-router-load-balancing-type quantile_balancing with {_PADDED}",
         why="it would balance the padding, too",
         fix="use aux_loss, or a --seq-length that needs no padding",
-        looks_at=_balancing,
+        looks_at=lambda run: _padded_experts(run) and "quantile_balancing" in balancing(run.args),
     ),
     _rule(
         name="expert bias and padding",

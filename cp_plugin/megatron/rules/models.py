@@ -21,11 +21,6 @@ def _divides_delta_net(run: Run) -> bool:
     return run.args.context_parallel_size > 1 and "G" in run.pattern
 
 
-def _below_one(run: Run) -> Found:
-    flags = spelled(run.args, _SIZES, lambda size: size < 1)
-    return when(flags, flags=flags)
-
-
 def _spec(run: Run) -> Found:
     """Megatron only logs a ``--spec`` that cannot be imported, and trains with its default spec."""
     words, problem = run.args.spec, ""
@@ -48,7 +43,7 @@ RULES = (
         what="{flags}",
         why="Megatron would fail later with an obscure error",
         fix="use 1 or more",
-        looks_at=_below_one,
+        looks_at=lambda run: when(flags := spelled(run.args, _SIZES, lambda size: size < 1), flags=flags),
         sentence=True,
     ),
     Rule(

@@ -39,7 +39,7 @@ from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.mixers import fp8_scaling, gated_delta_net
 from cp_plugin.megatron.mixers.core_attention import CoreAttention
-from cp_plugin.megatron.patches import padding, patching, rope
+from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.loss import sum_ranks
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.selfcheck import first_step, readings, recheck, tiny_batch
@@ -57,6 +57,7 @@ _OPINIONS = 4
 _UNSTEADY = 0.3
 """By how much half of the gradients of a step may differ when it is repeated, for them to tell anything."""
 _WAIT_S = 60.0  # for the other ranks, once the step has failed on this one
+_LENGTHS = ("seq_length", "decoder_seq_length")  # of a schedule
 _CALLS = itertools.count()
 
 
@@ -72,7 +73,10 @@ def replace_get_forward_backward_func(call: Call) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def schedule(**named: Any) -> Any:
-        return original(**named | (padding.padded_lengths(named) if runtime.settings().active else {}))
+        if runtime.settings().active:
+            cp = runtime.context_parallel()
+            named |= {name: runtime.padded(cp, named[name]) for name in _LENGTHS if named.get(name) is not None}
+        return original(**named)
 
     @functools.wraps(original)
     def checked(**named: Any) -> Any:
@@ -159,7 +163,7 @@ class _Step:
         layout, self.between = layout_of_run(), layout_of_run(between=True)
         self.padded = tiny_batch.tokens_for(layout, self.size, cuda=cuda)
         self.tokens = self.padded - (0 if STATE.model is None else STATE.model.padding % layout.divisor(self.size))
-        self.lengths = {"seq_length": self.tokens, "decoder_seq_length": self.tokens}
+        self.lengths = dict.fromkeys(_LENGTHS, self.tokens)
 
     def compare(self) -> tuple[list[str], str]:
         """Differences on this rank, and a line on what was compared."""
