@@ -99,7 +99,8 @@ class Softmax:
         """q ``[r, d]``, k ``[n, d]``, v ``[n, e]`` as the kernel has them, hidden: bool ``[r, n]``, sink: scalar."""
         self.k, self.v, self.rounding, scale = k, v, rounding, made.scale
         q = q.double()
-        scores, spread = (torch.cat(parts, 1) for parts in zip(*(_scores(q, part) for part in _wide(k)), strict=True))
+        columns = [(q @ part.T, (q.square() @ part.square().T).sqrt()) for part in _wide(k)]
+        scores, spread = (torch.cat(chunks, 1) for chunks in zip(*columns, strict=True))
         scores, slope = scale * scores, torch.ones_like(scores)
         if made.softcap is not None:
             tangent = (scores / made.softcap).tanh()
@@ -182,10 +183,6 @@ def _states(x: Tokens, at: Sequence[int]) -> Tensor:
         _, state = rules.run(x.select(slice(start, stop)), state)
         by_end[stop] = state[0, 0]
     return torch.stack([by_end[token + 1] for token in at])
-
-
-def _scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return q @ k.T, (q.square() @ k.square().T).sqrt()
 
 
 def _product(weights: Tensor, x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,12 +87,10 @@ def watch(chunks: Sequence[torch.nn.Module], iterations: Callable[[], int]) -> N
 def every_call(chunks: Sequence[torch.nn.Module]) -> Iterator[Every]:
     """Compare each call of the attention layers in the block."""
     every = Every()
-    hooks = _follow(chunks, lambda: every)
-    try:
+    with ExitStack() as back:
+        for hook in _follow(chunks, lambda: every):
+            back.callback(hook.remove)
         yield every
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _follow(chunks: Sequence[torch.nn.Module], drawn: Callable[[], Drawn]) -> list[Any]:
