@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,8 +44,7 @@ class GroupOptions:
     """Group name -> NCCL communicator options."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """One context-parallel group."""
 
     ranks: tuple[int, ...]
@@ -72,10 +71,15 @@ def create(
             chosen = float32_unless_told(providers.get(settings.provider), settings.options)
             settings = replace(settings, options=chosen)
         model = checks.resolve(settings, unknown if model is None else replace(model.problem, size=size))
-    places = _all_places(cp_group)
+    # gathered, so that any rank order and any placement by the launcher is right
+    everyone = gather_objects((dist.get_process_group_ranks(cp_group), socket.gethostname()))
+    places = [
+        _Place(ranks, tuple(everyone[rank][1] for rank in ranks)) for ranks in sorted({tuple(x) for x, _ in everyone})
+    ]
+    own_place = next(place for place in places if dist.get_rank() in place.ranks)
     by_kind: dict[Kind, ContextParallel] = {}
     for kind in settings.kinds:
-        resolved = _resolve_for_hosts(settings, model, places) if kind == "softmax" else model.resolved[kind]
+        resolved = _resolve_for_hosts(settings, model, places, own_place) if kind == "softmax" else model.resolved[kind]
         axes, extra = resolved.axes, resolved.provider.extra_groups
         have = {axis: cp_group for axis, n in axes.items() if kind == "linear" and n == size > 1}
         own = have | _make(options, places, axes, extra, without=have)
@@ -83,8 +87,7 @@ def create(
         mesh.watch = STATE.messages
         connect(mesh.groups, mesh.watch, collective=resolved.provider.collective_axes)
         if kind == "softmax":
-            hosts = next(place.hosts for place in places if dist.get_rank() in place.ranks)
-            resolved = replace(resolved, problem=resolved.problem.with_transport(hosts=hosts))
+            resolved = replace(resolved, problem=resolved.problem.with_transport(hosts=own_place.hosts))
         by_kind[kind] = ContextParallel(resolved, group=cp_group, mesh=mesh)
     _require_one_order(**by_kind)
     runtime.register(cp_group, by_kind)
@@ -159,17 +162,7 @@ def options_from(arguments: Mapping[str, Any]) -> GroupOptions:
     return GroupOptions(timeout=timedelta(minutes=arguments["distributed_timeout_minutes"]), nccl=nccl)
 
 
-def _all_places(cp_group: dist.ProcessGroup) -> list[_Place]:
-    """Every context-parallel group with its hosts, in the same order on all ranks.
-
-    Gathered from the ranks, so that any rank order and any placement by the launcher is right.
-    """
-    everyone = gather_objects((dist.get_process_group_ranks(cp_group), socket.gethostname()))
-    groups = sorted({tuple(ranks) for ranks, _ in everyone})
-    return [_Place(ranks, tuple(everyone[rank][1] for rank in ranks)) for ranks in groups]
-
-
-def _resolve_for_hosts(settings: Settings, model: Model, places: Sequence[_Place]) -> Resolved:
+def _resolve_for_hosts(settings: Settings, model: Model, places: Sequence[_Place], own_place: _Place) -> Resolved:
     """Resolve softmax attention for this rank's group, considering its hosts if the provider asks for them.
 
     All ranks make the groups of all context-parallel groups together, so all must be alike: where hosts would lead to
@@ -178,7 +171,6 @@ def _resolve_for_hosts(settings: Settings, model: Model, places: Sequence[_Place
     without = model.resolved["softmax"]
     if not without.provider.asks_hosts(settings.options):
         return without
-    own_place = next(place for place in places if dist.get_rank() in place.ranks)
     examples = {_pattern(place.hosts): place for place in (*places, own_place)}.values()
     choices = {
         place: checks.resolve_kind("softmax", settings, model.problem.with_transport(hosts=place.hosts))
