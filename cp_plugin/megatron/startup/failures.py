@@ -113,13 +113,11 @@ def told() -> Iterator[None]:
 @contextlib.contextmanager
 def _sigterm_waits() -> Iterator[None]:
     """Ignore SIGTERM in the ``with`` block if it has its default action; only the main thread can do so."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    else:
+    is_main = threading.current_thread() is threading.main_thread()
+    with contextlib.ExitStack() as back:
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            back.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
         yield
 
 
