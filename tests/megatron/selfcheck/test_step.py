@@ -1,4 +1,4 @@
-"""The check of one step of the run, on N context-parallel ranks and on one."""
+"""The check of one step, on N context-parallel ranks and on one: what it says, costs, and leaves as it is."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import pytest
 import torch
 from case import Case, cases
 from feature_faults import STRIPED, change_slices
-from nightly import one_case
+from nightly import nightly, one_case
 from state_space_kernels import STATES
 from test_planted_faults import called_with
 from torch import Tensor
 from training import assert_same_bits, train
 
 from cp_plugin.engine.common.versions import version_tuple
+from cp_plugin.engine.core.layout import LAYOUTS
+from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.megatron.compat import megatron_version
+from cp_plugin.megatron.selfcheck import readings, tiny_batch
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -25,8 +28,11 @@ STOCK = "--context-parallel-size 2 --cp-provider upstream --cp-selfcheck once"
 CHECKED, OFF = "--cp-selfcheck strict --cp-check-every 1", "--cp-selfcheck off --cp-check-every 0"
 
 
+CHECKED_CASES = [pytest.param(case, id=case.name) for case in cases() if "check" in case.where]
+
+
 @one_case
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases() if "check" in case.where])
+@pytest.mark.parametrize("case", CHECKED_CASES)
 def test_the_checks_leave_nothing_behind(case: Case) -> None:
     """With the start-up check and checks of every step, a run has the results of one without any, to the bit."""
     checked, without = (case.start(more, steps=3) for more in (CHECKED, OFF))
@@ -106,22 +112,18 @@ def _sparse_attention_on_the_cpu() -> None:
 
 
 def test_embeddings_are_moved_inside_wrappers_of_any_class() -> None:
-    from cp_plugin.megatron.selfcheck.tiny_batch import noisy
-
     class Wrapper(torch.nn.Module):
         def __init__(self, module: torch.nn.Module) -> None:
             super().__init__()
             self.module = module
 
     model, ids = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(8, 4)}), torch.arange(8)
-    with noisy([Wrapper(Wrapper(model))], 1, 0.1):
+    with tiny_batch.noisy([Wrapper(Wrapper(model))], 1, 0.1):
         moved = model.embedding(ids)
     torch.testing.assert_close((moved / model.embedding(ids) - 1).abs(), torch.full((8, 4), 0.1))
 
 
 def test_a_gradient_that_is_a_multiple_is_named() -> None:
-    from cp_plugin.megatron.selfcheck import readings
-
     flat = [torch.randn(50, generator=torch.Generator().manual_seed(n)) for n in range(3)]
     same, moved, many = (
         readings.Result(readings.projections(x), {"loss": 2.0})
@@ -133,3 +135,40 @@ def test_a_gradient_that_is_a_multiple_is_named() -> None:
     (problem,) = alone.differences(many, "abc", 1e-5)
     assert problem.startswith("the gradient of b by") and problem.endswith("the first of 1 of 3 that differ")
     assert "; it is 4 times that of one rank)" in problem
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("size", "chunk"), [(1, 128), (2, 128), (3, 128), (16, 128), (24, 80), (64, 32), (512, 16)])
+def test_gpu_ranks_have_two_chunks_of_up_to_128_tokens(name: str, size: int, chunk: int) -> None:
+    layout = get_layout(name)
+    tokens = tiny_batch.tokens_for(layout, size, cuda=True)
+    assert tokens == 2 * chunk * size
+    for index in range(size):
+        assert all(len(segment) % chunk == 0 for segment in layout.segments(tokens, size, index))
+
+
+@pytest.mark.parametrize(("name", "size", "tokens"), [("zigzag", 2, 32), ("zigzag", 64, 128), ("striped", 3, 33)])
+def test_cpu_ranks_have_few_tokens(name: str, size: int, tokens: int) -> None:
+    assert tiny_batch.tokens_for(get_layout(name), size, cuda=False) == tokens
+
+
+DRAWN = ("--moe-router-force-load-balancing", "--moe-input-jitter-eps 1e-2 --init-method-std 0.2")
+
+
+@pytest.mark.parametrize("flags", DRAWN)
+def test_routers_that_draw_are_compared_without_drawing(flags: str, capfd: pytest.CaptureFixture[str]) -> None:
+    train(2, f"--num-experts 4 {flags} --context-parallel-size 2 --cp-provider ring --cp-layout zigzag")
+    assert capfd.readouterr().out.count("self-check passed: a step") == 1
+
+
+def _as_on_a_gpu() -> None:
+    tokens_for = tiny_batch.tokens_for
+    tiny_batch.tokens_for = lambda layout, size, *, cuda: tokens_for(layout, size, cuda=True)
+
+
+@nightly
+@one_case
+@pytest.mark.parametrize("case", CHECKED_CASES)
+def test_self_check_passes_at_gpu_size(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    case.start("", prepare=_as_on_a_gpu)
+    assert "self-check passed" in capfd.readouterr().out
