@@ -20,13 +20,8 @@ def missing() -> str | None:
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if absent:
         return f"a virtual cluster needs {' and '.join(absent)}: install iproute2 (apt-get install iproute2)"
-    return _cannot_shape()
-
-
-def _cannot_shape() -> str | None:
-    """Try the commands on the loopback device of a temporary namespace."""
     lines = [line.format("lo") for line in shaping(10**6, "dst", ["10.77.0.1"])]
-    try:
+    try:  # on the loopback device of a temporary namespace
         batch("tc", lines, inside=lambda: os.unshare(os.CLONE_NEWNET))
     except (RuntimeError, subprocess.SubprocessError) as error:
         return f"a virtual cluster needs network namespaces and the kernel's htb and u32, and cannot use them: {error}"
@@ -64,7 +59,7 @@ def batch(
 def packets(rate: int) -> str:
     """The command that limits a packet to 2 ms of the rate, at least one frame: it passes two shaped ends, and a large
     one would add its own time to every message."""
-    frames = min(max(_at_once(rate) // _FRAME, 1), _FRAMES)
+    frames = min(max(_burst_bytes(rate) // _FRAME, 1), _FRAMES)
     return f"link set dev {{}} gso_max_segs {frames}"
 
 
@@ -78,7 +73,7 @@ def shaping(rate: int, field: Literal["src", "dst"], peers: Sequence[str]) -> li
         field: the packet field by which peers differ at this end.
         peers: their addresses.
     """
-    burst = max(_at_once(rate), 2 * _FRAME)  # little comes free after a pause
+    burst = max(_burst_bytes(rate), 2 * _FRAME)  # little comes free after a pause
     turn = min(burst, 60000)
     offset = {"src": 12, "dst": 16}[field]
     match = "filter add dev {} protocol ip parent 1: prio"
@@ -103,6 +98,6 @@ def _limit(rate: int, ceiling: int, burst: int) -> str:
     return f"rate {rate}bit ceil {ceiling}bit burst {burst} cburst {burst}"
 
 
-def _at_once(rate: int) -> int:
+def _burst_bytes(rate: int) -> int:
     """Bytes in 2 ms."""
     return rate // 8 // 500

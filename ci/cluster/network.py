@@ -39,7 +39,6 @@ _OURS = re.compile(r"cpp-(\d+)-(\d+)-")  # cpp-<process id>-<its start time>-<st
 _WINDOW = f"4096 {8 << 20} {32 << 20}"
 """Bytes of a receiver's window: minimum, initial, maximum. Bare acknowledgements overtake data here, and TCP drops data
 with an acknowledgement older than a window, then stalls for seconds."""
-_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +46,8 @@ class Topology:
     """``nodes`` nodes of ``ranks_per_node`` ranks, numbered node by node; at most 250 of each."""
 
     nodes: int
-    ranks_per_node: int
-    nic: Literal["rank", "node"]
+    ranks_per_node: int = 1
+    nic: Literal["rank", "node"] = "rank"
     """Which has its own slow link."""
 
     @property
@@ -89,7 +88,9 @@ class Network:
     """The namespaces and links of one topology; a context manager."""
 
     def __init__(self, topology: Topology, rate: int) -> None:
-        """rate: bits per second of each slow link, each way."""
+        """rate: bits per second of each slow link, each way. ValueError on an unsuitable machine."""
+        if reason := missing():
+            raise ValueError(reason)
         self.topology = topology
         self.rate = rate
         self._shaped = False
@@ -115,8 +116,11 @@ class Network:
 
     def close(self) -> None:
         """Remove everything this network created and wait until it is gone, with signals blocked."""
-        with _held_back():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        try:
             _delete([name for name in _names() if name.startswith(self._prefix)])
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def enter(self, rank: int) -> str:
         """Move the calling thread and its future threads into a rank's namespace; returns Gloo's interface."""
@@ -132,10 +136,11 @@ class Network:
         """Change the rate of every slow link, in bits per second."""
         commands: dict[str, list[list[str]]] = {}
         for node, card in self.topology.stations:
+            peers = [_address(*station) for station in self.topology.stations if station[0] != node]
             ends = ((self._name(node, card), "slow", "dst"), (self._core, _port(node, card), "src"))
             for namespace, link, field in ends:
                 lines = [f"qdisc del dev {link} root"] if self._shaped else []
-                lines += [line.format(link) for line in shaping(rate, field, self._beyond(node))]
+                lines += [line.format(link) for line in shaping(rate, field, peers)]
                 ip, tc = commands.setdefault(namespace, [[], []])
                 ip.append(packets(rate).format(link))
                 tc.extend(lines)
@@ -147,10 +152,6 @@ class Network:
     def cut(self, rank: int) -> None:
         """Take the slow link of a rank's station down without notice."""
         batch("ip", ["link set dev slow down"], self._name(*self.topology.station(rank)))
-
-    def _beyond(self, node: int) -> list[str]:
-        """Addresses that a node reaches over its slow links."""
-        return [_address(other, card) for other, card in self.topology.stations if other != node]
 
     def _build(self) -> None:
         t = self.topology
@@ -203,55 +204,31 @@ class Network:
 
 def remove_stale() -> list[str]:
     """Remove and name namespaces left by runs that were killed."""
-    stale = []
-    for name in _names():
-        owner = _OURS.match(name)
-        if owner and _start_time(int(owner[1])) != int(owner[2]):
-            stale.append(name)
+    owners = {name: _OURS.match(name) for name in _names()}
+    stale = [name for name, owner in owners.items() if owner and _start_time(int(owner[1])) != int(owner[2])]
     _delete(stale)
     return stale
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an exception, as SIGINT, so that networks are removed."""
+def command() -> Iterator[None]:
+    """Run a command: errors are reported as by ``cp-plugin``, and networks are removed however it ends, by signals
+    too."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
+    torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def command() -> Iterator[None]:
-    """Run a command: errors are reported as by ``cp-plugin``, and networks are removed however it ends."""
-    torch.set_num_threads(1)  # ranks are forked from this process, and OpenMP's pool does not survive a fork
-    try:
-        with errors_in_one_line(), ended_by_signals():
+        with errors_in_one_line():
             yield
     except KeyboardInterrupt:
         print("interrupted; the cluster is removed", file=sys.stderr)
         raise SystemExit(130) from None
-
-
-def require_cluster() -> None:
-    """Raise ValueError on an unsuitable machine."""
-    if reason := missing():
-        raise ValueError(reason)
-
-
-@contextmanager
-def _held_back() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _delete(names: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from network import Network, command, require_cluster
+from network import Network, command
 from rich.console import Console
 from run import measured, run_in, yield_to_network
 from scenarios import MBIT, Scenario
@@ -25,7 +25,7 @@ from scenarios import MBIT, Scenario
 from cp_plugin.planner.calibration.link_rates import calibrate
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.tools.bench.cases import FULL
-from cp_plugin.tools.bench.report import CaseResult, Measured, Processors, Report
+from cp_plugin.tools.bench.report import CaseResult, Processors, Report
 from cp_plugin.tools.output import new_console
 
 MEDIAN_ERROR, RIGHT_PAIRS, APART = 0.15, 0.9, 0.15
@@ -75,29 +75,22 @@ def main(
 ) -> None:
     console, every = new_console(), list[CaseResult]()
     with command():
-        require_cluster()
-        networks = itertools.groupby(SCENARIOS, key=lambda scenario: (scenario.topology(), scenario.rate))
-        for number, ((topology, rate), group) in enumerate(networks):
+        networks = itertools.groupby(SCENARIOS, key=lambda s: (s.nodes, s.ranks_per_node, s.nic, s.rate))
+        for number, (_, group) in enumerate(networks):
             if only and number not in only:
                 continue
             scenarios, processors = list(group), Processors()
-            with Network(topology, rate) as network:
+            with Network(scenarios[0], scenarios[0].rate) as network:
                 profile = calibrated(network, scenarios)
-                found = [
-                    measured(network, scenario, rounds=rounds, timeout=_TIMEOUT, profile=profile)
-                    for scenario in scenarios
-                ]
-            report = Report(
-                results=found, device=str(network), rounds=rounds, cluster=profile.name, others=processors.others()
-            )
-            report.print(console)
-            every += found
+                results = [measured(network, s, rounds=rounds, timeout=_TIMEOUT, profile=profile) for s in scenarios]
+            device, others = str(network), processors.others()
+            Report(results=results, device=device, rounds=rounds, cluster=profile.name, others=others).print(console)
+            every += results
     raise typer.Exit(not verdict(every, console))
 
 
 def calibrated(network: Network, scenarios: Sequence[Scenario]) -> Cluster:
     """The profile that ``cp-plugin calibrate`` would write."""
-    hosts = network.topology.hosts()
     (head_dim,) = {s.head_dim for s in scenarios}
     dtypes = list(dict.fromkeys(s.dtype for s in scenarios))
 
@@ -105,32 +98,20 @@ def calibrated(network: Network, scenarios: Sequence[Scenario]) -> Cluster:
         yield_to_network()
         shown = Console(stderr=True, quiet=dist.get_rank() != 0)
         with shown.status("calibrating") as status:
-            return calibrate(str(network), torch.device("cpu"), dtypes, head_dim, hosts, status.update)
+            return calibrate(
+                str(network), torch.device("cpu"), dtypes, head_dim, network.topology.hosts(), status.update
+            )
 
     return run_in(network, rank, timeout=_TIMEOUT)[0]
 
 
-def error(m: Measured) -> float:
-    """Relative error of the prediction."""
-    return m.predicted / m.taken.medians.total - 1
-
-
-def pairs(found: Sequence[CaseResult]) -> list[tuple[Measured, Measured]]:
-    """(faster, slower) methods on one problem that differ by more than ``APART`` as measured."""
-    each = [sorted(pair, key=_seconds) for of in found for pair in itertools.combinations(of.measured, 2)]
-    return [(fast, slow) for fast, slow in each if _seconds(slow) > (1 + APART) * _seconds(fast)]
-
-
-def _seconds(m: Measured) -> float:
-    return m.taken.medians.total
-
-
-def verdict(found: Sequence[CaseResult], console: Console) -> bool:
-    """Print how far the predictions are off; whether all targets are met."""
-    wrong = [m for of in found for m in of.measured if m.wrong]
-    found = [CaseResult(problem=of.problem, measured=[m for m in of.measured if not m.wrong]) for of in found]
-    errors = [abs(error(m)) for of in found for m in of.measured]
-    ordered = [fast.predicted < slow.predicted for fast, slow in pairs(found)]
+def verdict(results: Sequence[CaseResult], console: Console) -> bool:
+    """Print how far the predictions are off; whether all targets are met. A pair is two methods on one problem."""
+    wrong = any(m.wrong for result in results for m in result.measured)
+    cases = [[(m.taken.medians.total, m.predicted) for m in r.measured if not m.wrong] for r in results]
+    errors = [abs(predicted / seconds - 1) for case in cases for seconds, predicted in case]
+    pairs = (pair for case in cases for pair in itertools.combinations(sorted(case), 2))
+    ordered = [fast[1] < slow[1] for fast, slow in pairs if slow[0] > (1 + APART) * fast[0]]
     median, right, number = statistics.median(errors), sum(ordered), len(ordered)
     ok = median <= MEDIAN_ERROR and right >= RIGHT_PAIRS * number and not wrong
     console.print(

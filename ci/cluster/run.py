@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from network import Network, command, require_cluster
+from network import Network, command
 from rich.console import Console
 from scenarios import SCENARIOS, Scenario, Target
 
@@ -44,15 +44,14 @@ def main(
 ) -> None:
     with command():
         one_of("--scenario", scenario, SCENARIOS)
-        require_cluster()
         chosen, processors = SCENARIOS[scenario], Processors()
         chosen = replace(chosen, nodes=nodes or chosen.nodes, seq=seq or chosen.seq)
-        with Network(chosen.topology(), chosen.rate) as network:
-            found = measured(network, chosen, rounds=rounds, timeout=timeout)
-    report = Report(results=[found], device=str(network), rounds=rounds, others=processors.others())
+        with Network(chosen, chosen.rate) as network:
+            result = measured(network, chosen, rounds=rounds, timeout=timeout)
+    report = Report(results=[result], device=str(network), rounds=rounds, others=processors.others())
     console = new_console()
     report.print(console)
-    met = [_met(target, found, console) for target in chosen.targets]
+    met = [_met(target, result, console) for target in chosen.targets]
     raise typer.Exit(not (report.ok and all(met)))
 
 
@@ -64,8 +63,8 @@ def measured(
     planned = plan(scenario.problem(), scenario.entries(), "cpu", profile)
     if refused := [f"{m.entry}: {m.cannot}" for m in planned.measured if m.cannot is not None]:
         raise ValueError("; ".join(refused))
-    asked = question(planned.problem, planned.measured[0].entry.kind)
-    fields = run_in(network, lambda: _Rank(scenario.apart, rounds).run([planned], [asked]), timeout=timeout)[0]
+    questions = [question(planned.problem, planned.measured[0].entry.kind)]
+    fields = run_in(network, lambda: _Rank(scenario.apart, rounds).run([planned], questions), timeout=timeout)[0]
     return filled(planned, fields[0])
 
 
@@ -121,9 +120,9 @@ def yield_to_network() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _met(target: Target, found: CaseResult, console: Console) -> bool:
+def _met(target: Target, result: CaseResult, console: Console) -> bool:
     """Print a target and its ratio; whether it is met. A contestant that is wrong has no time."""
-    taken = {str(m.entry): m.taken for m in found.measured}
+    taken = {str(m.entry): m.taken for m in result.measured}
     fast, slow = taken[target.fast], taken[target.slow]
     ratio = slow.medians.total / fast.medians.total if fast is not None and slow is not None else 0.0
     met = ratio >= target.at_least

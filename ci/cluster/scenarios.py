@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from network import Topology
@@ -29,12 +29,9 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
-    """One table."""
+class Scenario(Topology):
+    """One table, on a cluster of this topology."""
 
-    nodes: int
-    ranks_per_node: int = 1
-    nic: Literal["rank", "node"] = "rank"
     rate: int
     """Bits per second of every slow link, each way."""
     seq: int
@@ -49,21 +46,17 @@ class Scenario:
     runs: tuple[str, ...]
     targets: tuple[Target, ...] = ()
 
-    def topology(self) -> Topology:
-        return Topology(nodes=self.nodes, ranks_per_node=self.ranks_per_node, nic=self.nic)
-
     def problem(self) -> Problem:
         """The attention call; packs are of chat-like documents."""
-        topology = self.topology()
         problem = Problem(
-            size=topology.size,
+            size=self.size,
             heads=self.heads,
             kv_heads=self.kv_heads or self.heads,
             head_dim=self.head_dim,
             seq_length=self.seq,
             dtype=self.dtype,
-        ).with_transport(hosts=topology.hosts())
-        bounds = _chats(topology.size, self.seq) if self.mask == PACKED else ()
+        ).with_transport(hosts=self.hosts())
+        bounds = _chats(self.size, self.seq) if self.mask == PACKED else ()
         return with_mask(self.mask, problem, window=1023, bounds=bounds)
 
     def entries(self) -> list[Entry]:
@@ -90,12 +83,12 @@ def _must_beat(fast: str, *others: str, at_least: float = 1.0) -> tuple[Target, 
     return tuple(Target(fast=fast, slow=other, at_least=at_least) for other in others)
 
 
-def _slow_and_fast(name: str, at_least: float, **given: Any) -> dict[str, Scenario]:
+def _slow_and_fast(name: str, at_least: float, **fields: Any) -> dict[str, Scenario]:
     """``name`` on slow links, where the first run must be ``at_least`` times as fast as the others, and ``name-fast``,
     where it must not be slower."""
     rates = {name: (20 * MBIT, at_least), f"{name}-fast": (1000 * MBIT, 1.0)}
     return {
-        full: Scenario(nodes=16, rate=rate, **given, targets=_must_beat(*given["runs"], at_least=wanted))
+        full: Scenario(nodes=16, rate=rate, **fields, targets=_must_beat(*fields["runs"], at_least=wanted))
         for full, (rate, wanted) in rates.items()
     }
 

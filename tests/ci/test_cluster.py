@@ -81,8 +81,8 @@ def streams(network: Network, pairs: list[tuple[int, int]], nbytes: int) -> list
             work.wait()
         return dict.fromkeys(arriving, 8 * nbytes / (time.perf_counter() - start))
 
-    found = {pair: speed for of_rank in cli.run_in(network, rank, timeout=60) for pair, speed in of_rank.items()}
-    return [found[pair] for pair in pairs]
+    speeds = {pair: speed for of_rank in cli.run_in(network, rank, timeout=60) for pair, speed in of_rank.items()}
+    return [speeds[pair] for pair in pairs]
 
 
 def sent_bytes() -> int:
@@ -91,7 +91,7 @@ def sent_bytes() -> int:
     return int({name.strip(): counts for name, counts in lines.items()}["slow"].split()[8])
 
 
-def over_links(network: Network, problem: Problem, contestants: Sequence[Measured]) -> list[int]:
+def count_sent(network: Network, problem: Problem, contestants: Sequence[Measured]) -> list[int]:
     """Most bytes that a step of each contestant sends over one slow link."""
 
     def rank() -> list[int]:
@@ -117,13 +117,13 @@ def test_results_are_right_and_the_links_count_what_the_ledger_books():
         nodes=2, ranks_per_node=2, nic="rank", rate=50_000_000, seq=1024, heads=4, kv_heads=2, head_dim=32,
         runs=("ring", "burst", "torch-ring:rotate=alltoall", "torch-ring:rotate=allgather,hops=p2p"),
     )  # fmt: skip
-    with Network(scenario.topology(), scenario.rate) as network:
-        found = cli.measured(network, scenario, rounds=1, timeout=60)
-        ring_wire, burst_wire, *torch_wires = over_links(network, found.problem, found.measured)
-    assert [str(m.entry) for m in found.measured] == list(scenario.runs)
-    for m in found.measured:
+    with Network(scenario, scenario.rate) as network:
+        result = cli.measured(network, scenario, rounds=1, timeout=60)
+        ring_wire, burst_wire, *torch_wires = count_sent(network, result.problem, result.measured)
+    assert [str(m.entry) for m in result.measured] == list(scenario.runs)
+    for m in result.measured:
         assert set(m.errors) == {"out", "dq", "dk", "dv"} and max(m.errors.values()) <= 1e-5, m
-    ring, _, *torch_rings = found.measured
+    ring, _, *torch_rings = result.measured
     assert ring.sent is not None and ring.sent[0] == ring.sent[1]
     hop = ring.sent[1] / 9  # of k and v: three up in the forward; three down in the backward, and three of sums
     assert 6 * hop <= ring_wire <= 1.05 * 6 * hop, "over the card of a node's lower rank, its neighbour's has the rest"
@@ -183,16 +183,16 @@ def _start() -> subprocess.Popen[bytes]:
 
 def _await_ranks(run: subprocess.Popen[bytes]) -> list[int]:
     """Process ids of its ranks, once they have joined Gloo and thus have its threads."""
-    found: list[int] = []
+    ranks: list[int] = []
 
     def there() -> bool:
         assert run.poll() is None, "it ended before it measured"
-        found[:] = map(int, Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
-        return len(found) == 4 and all(len(os.listdir(f"/proc/{rank}/task")) > 2 for rank in found)
+        ranks[:] = map(int, Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
+        return len(ranks) == 4 and all(len(os.listdir(f"/proc/{rank}/task")) > 2 for rank in ranks)
 
     wait_until(there)
     assert len(_namespaces(run.pid)) == 5  # two nodes of two cards, and the core
-    return found
+    return ranks
 
 
 def _namespaces(pid: int) -> list[str]:
