@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from evidence import flops
+from evidence.experiment import core_flops, training_flops
 from round_cluster import round_cluster
 
 from cp_plugin.planner.machine.events import Seconds
@@ -29,14 +29,14 @@ def dense(found: Iteration) -> float:
 def test_matrix_products_take_their_flops() -> None:
     p = Parallel(seq_length=8192, global_batch=4)
     found = iteration(LLAMA, p, CLUSTER, NO_ATTENTION)
-    attention = 3 * 4 * sum(flops.core(LLAMA, n, 8192) for n in range(8))
-    rest = flops.training(LLAMA, 8192, 4) - attention
+    attention = 3 * 4 * sum(core_flops(LLAMA, n, 8192) for n in range(8))
+    rest = training_flops(LLAMA, 8192, 4) - attention
     assert dense(found) == pytest.approx(rest / 100e12, rel=0.05)
     assert found.seconds == sum(found.parts.values())
     assert found.tensor_parallel == found.expert_parallel == found.pipeline == found.gradients == 0
     m, p = replace(LLAMA, vocab=128), Parallel(seq_length=128, global_batch=64)
     seconds = iteration(m, p, CLUSTER, NO_ATTENTION).seconds
-    assert seconds == pytest.approx(flops.training(m, 128, 64) / 100e12, rel=0.05)
+    assert seconds == pytest.approx(training_flops(m, 128, 64) / 100e12, rel=0.05)
     with pytest.raises(ValueError, match=r"round has no matrix-product rate for float8.*one of bfloat16"):
         iteration(LLAMA, Parallel(gemm_dtype="float8"), CLUSTER, NO_ATTENTION)
 

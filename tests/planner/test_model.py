@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from evidence import flops
+from evidence.experiment import core_flops
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,11 +74,11 @@ def test_flops_are_twice_the_active_parameters(m: Model) -> None:
 
 def test_flops_of_attention() -> None:
     m = replace(SMALL, attention_pattern="NW", window=(15, 0))
-    assert flops.core(m, 0, 64) == 2 * 8 * (8 + 8) * 64 * 64 / 2
+    assert core_flops(m, 0, 64) == 2 * 8 * (8 + 8) * 64 * 64 / 2
     seen = sum(min(i, 15) for i in range(64))  # a token's half of itself aside
-    assert flops.core(m, 1, 64) == pytest.approx(2 * 8 * (8 + 8) * seen, rel=0.05)
+    assert core_flops(m, 1, 64) == pytest.approx(2 * 8 * (8 + 8) * seen, rel=0.05)
     linear = replace(SMALL, attention_pattern="L", linear="lightning")
-    assert flops.core(linear, 0, 128) == 2 * flops.core(linear, 0, 64) == 2 * 64 * 2 * (8 + 2) * 8 * 8
+    assert core_flops(linear, 0, 128) == 2 * core_flops(linear, 0, 64) == 2 * 64 * 2 * (8 + 2) * 8 * 8
 
 
 def test_nearest_names() -> None:

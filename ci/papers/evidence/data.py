@@ -175,21 +175,14 @@ class Row:
 
 @cache
 def paper(name: str) -> Paper:
-    """Load a paper; ValueError with the nearest names for an unknown one."""
-    found = find("paper", name, {known: known for known in NAMES})
-    path = PUBLISHED / f"{found}.toml"
+    """Load one of ``NAMES``."""
+    path = PUBLISHED / f"{name}.toml"
     return Paper.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
-def names(asked: str) -> tuple[str, ...]:
+def names(name: str) -> tuple[str, ...]:
     """Expand a paper's name or ``all``; ValueError with the nearest names for an unknown one."""
-    found = find("paper", asked, {known: known for known in (*NAMES, "all")})
-    return NAMES if found == "all" else (found,)
-
-
-def rows(name: str) -> list[Row]:
-    """The figures of a paper that are compared, in file order."""
-    return [row for table in paper(name).tables for row in _rows(name, table)]
+    return find("paper", name, {**{known: (known,) for known in NAMES}, "all": NAMES})
 
 
 def method(row: Row, name: str) -> Method:
@@ -203,18 +196,22 @@ def figures(table: Table) -> Iterator[tuple[Series, dict[str, Any], Value]]:
             yield series, table.said() | series.said() | column.said(), value
 
 
-def _rows(name: str, table: Table) -> Iterator[Row]:
-    for series, said, value in figures(table):
-        if not isinstance(value, str):
-            yield Row(
-                paper=name,
-                table=table.id,
-                figure=table.figure,
-                method=series.method,
-                batch=table.batch,
-                softmax_layers=table.softmax_layers,
-                recipe=table.recipe,
-                attention_recomputed=table.attention_recomputed,
-                published=value,
-                **said,
-            )
+def rows(name: str) -> list[Row]:
+    """The figures of a paper that are compared, in file order."""
+    return [
+        Row(
+            paper=name,
+            table=table.id,
+            figure=table.figure,
+            method=series.method,
+            batch=table.batch,
+            softmax_layers=table.softmax_layers,
+            recipe=table.recipe,
+            attention_recomputed=table.attention_recomputed,
+            published=value,
+            **said,
+        )
+        for table in paper(name).tables
+        for series, said, value in figures(table)
+        if not isinstance(value, str)
+    ]

@@ -15,6 +15,7 @@ import torch
 from cp_plugin.engine.attention.calls import Setup, settled
 from cp_plugin.engine.core.options import Options, grids
 from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.linear.variants import variants
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.events import Attention, Event, Post, Seconds
@@ -28,10 +29,9 @@ from cp_plugin.planner.trace.timeline import run as simulated
 from cp_plugin.planner.training import operations
 from cp_plugin.planner.training.footprint import footprint, whole
 from cp_plugin.planner.training.iteration import iteration, layer, multiplied
-from cp_plugin.planner.training.model import LINEAR, SOFTMAX, Model, model
+from cp_plugin.planner.training.model import LINEAR, SOFTMAX, WINDOW, Model, model
 from cp_plugin.planner.training.parallel import Parallel
 from cp_plugin.planner.training.parallel import problem as problem_of
-from evidence import flops
 from evidence.data import Method, Row, Stack, method, paper
 from evidence.overlapped import OVERLAPPED
 
@@ -69,9 +69,9 @@ class Run:
     @property
     def model(self) -> Model:
         """With softmax attention, linear attention or both."""
-        found, linear, period = model(self.row.model), self.method.linear, self.row.softmax_layers
+        linear, period = self.method.linear, self.row.softmax_layers
         pattern = LINEAR * (period - 1) + SOFTMAX if period else LINEAR
-        return replace(found, attention_pattern=pattern if linear else SOFTMAX, linear=linear)
+        return replace(model(self.row.model), attention_pattern=pattern if linear else SOFTMAX, linear=linear)
 
     @property
     def parallel(self) -> Parallel:
@@ -94,8 +94,8 @@ class Run:
         return max(self.method.attention_recomputed, self.row.attention_recomputed)
 
     def problem(self, letter: str) -> Problem:
-        found = problem_of(self.model, self.parallel, letter)
-        return replace(found, dtype=getattr(torch, self.stack.attention_dtype), causal=self.method.causal)
+        problem = problem_of(self.model, self.parallel, letter)
+        return replace(problem, dtype=getattr(torch, self.stack.attention_dtype), causal=self.method.causal)
 
     def setup(self, letter: str) -> Setup:
         """The resolved setup; ValueError if the provider cannot run the problem."""
@@ -135,7 +135,7 @@ def predict(row: Row) -> float:
         case "TFLOP/s/GPU":
             return _attention_flops(run) / row.devices / seconds / 1e12
         case "model TFLOP/s/GPU":
-            return flops.training(run.model, row.length, row.batch) / row.devices / seconds / 1e12
+            return training_flops(run.model, row.length, row.batch) / row.devices / seconds / 1e12
         case "% of ideal":
             alone = replace(run, row=replace(row, devices=1), method=Method(provider="ring"))
             return 100 * _seconds(alone, cluster) / row.devices / seconds
@@ -145,11 +145,10 @@ def predict(row: Row) -> float:
 def _seconds(run: Run, cluster: Cluster) -> float:
     match run.row.work:
         case "training":
-            given = {letter: _attention(run, letter, cluster) for letter in dict.fromkeys(run.model.attention_pattern)}
-            found = iteration(run.model, run.parallel, cluster, given)
-            parts = dict(found.parts)
+            calls = {letter: _attention(run, letter, cluster) for letter in dict.fromkeys(run.model.attention_pattern)}
+            parts = iteration(run.model, run.parallel, cluster, calls).parts
             if run.row.recipe == "offload":
-                parts["optimizer"] = _on_host(run, cluster)
+                parts["optimizer"] = _update_on_hosts(run, cluster)
             if not run.method.gradients_summed:
                 parts["gradients"] = 0.0
             return sum(parts.values())
@@ -167,15 +166,15 @@ def _attention(run: Run, letter: str, cluster: Cluster) -> Seconds:
     setup, stride = run.setup(letter), run.parallel.tensor
     programs = _programs(setup)
     if run.method.overlap:
-        found = simulated(setup, programs, cluster, stride).seconds_of
+        seconds = simulated(setup, programs, cluster, stride).seconds_of
     else:
         links = links_of(setup, cluster, stride)
-        (last, done), *_ = programs.items()
-        found = Seconds(*(_in_turn(events, links, last, run.stack.tile) for events in (done.forward, done.backward)))
-    return found._replace(backward=found.backward + run.attention_recomputed * found.forward)
+        (rank, last), *_ = programs.items()
+        seconds = Seconds(*(_add_up(events, links, rank, run.stack.tile) for events in (last.forward, last.backward)))
+    return seconds._replace(backward=seconds.backward + run.attention_recomputed * seconds.forward)
 
 
-def _on_host(run: Run, cluster: Cluster) -> float:
+def _update_on_hosts(run: Run, cluster: Cluster) -> float:
     """Seconds of an optimizer on the hosts."""
     number, devices = whole(run.model).total, run.row.devices
     nodes = ceil(devices / cluster.per_node)
@@ -190,6 +189,30 @@ def _prefill(run: Run, cluster: Cluster) -> float:
     return sum(attention + sum(one) for one in layers) + multiplied(cluster, parallel, head)
 
 
+def training_flops(model: Model, seq_length: int, sequences: int = 1) -> float:
+    """Model FLOPs of a step, forward and backward without recomputation, by which published utilisation (MFU) becomes
+    seconds."""
+    layers, predicted = model.all_layers, model.predicted
+    per_token = sum(operations.projections(model, layer) + operations.ffn(model, layer) for layer in layers)
+    per_token += operations.head(model, model.vocab) * (1 + predicted) + operations.prediction(model) * predicted
+    attention = sum(core_flops(model, layer, seq_length) for layer in layers)
+    return 3 * sequences * (seq_length * per_token + attention)
+
+
+def core_flops(model: Model, layer: int, seq_length: int) -> float:
+    """Per sequence: causal attention itself, forward, over the keys visible to each token."""
+    letter = model.attention_of(layer)
+    if letter == LINEAR:
+        kind = variants()[model.linear]
+        state = kind.features.size(model.head_dim) * (model.v_head_dim + kind.normalised)
+        return 2 * (model.heads + model.kv_heads) * state * seq_length
+    pairs = seq_length * seq_length / 2
+    if letter == WINDOW and model.window is not None and 0 <= model.window[0] < seq_length:
+        unseen = seq_length - model.window[0]
+        pairs -= unseen * unseen / 2
+    return 2 * pairs * model.heads * (model.head_dim + model.v_head_dim)
+
+
 def _attention_flops(run: Run) -> float:
     """Over visible pairs, with two and five products, as attention benchmarks count."""
     problem = run.problem(SOFTMAX)
@@ -200,28 +223,18 @@ def _attention_flops(run: Run) -> float:
 
 def _memory(run: Run) -> float:
     """Bytes per device. If half of a sequence recomputes attention, half of its results are kept."""
-    peaks = [_peak(run.setup(letter)) for letter in dict.fromkeys(run.model.attention_pattern)]
+    setups = [run.setup(letter) for letter in dict.fromkeys(run.model.attention_pattern)]
+    peaks = [peak for setup in setups for program in _programs(setup).values() for peak in program.peaks]
     kept = 1 - sqrt(run.attention_recomputed)
     without, with_results = (
         footprint(run.model, replace(run.parallel, recompute_attention=again), peaks) for again in (True, False)
     )
-    needs = [
-        replace(
-            f,
-            logits=0 if run.method.fused_loss else f.logits,
-            optimizer=0 if run.row.recipe == "offload" else f.optimizer,
-        ).total
-        for f in (without, with_results)
-    ]
-    return (1 - kept) * needs[0] + kept * needs[1]
+    absent = {"logits": run.method.fused_loss, "optimizer": run.row.recipe == "offload"}
+    zeros = {part: 0 for part, is_absent in absent.items() if is_absent}
+    return (1 - kept) * replace(without, **zeros).total + kept * replace(with_results, **zeros).total
 
 
-def _peak(setup: Setup) -> int:
-    """Peak bytes in addition to the inputs, forward or backward."""
-    return max(max(done.peaks) for done in _programs(setup).values())
-
-
-def _in_turn(events: tuple[Event, ...], links: Links, rank: int, tile: tuple[int, int] | None) -> float:
+def _add_up(events: tuple[Event, ...], links: Links, rank: int, tile: tuple[int, int] | None) -> float:
     """Kernels, memory passes and messages in sequence; ``tile``: as ``Stack.tile``."""
     device = links.cluster.device
     total = 0.0
@@ -258,6 +271,6 @@ def _programs(setup: Setup) -> dict[int, Program]:
     """Program of the last rank, the busiest; of all ranks if not all send and receive. Kernels are the authors'."""
     name = f"{setup.provider.name} {setup.problem} {setup.options}"
     if name not in _KNOWN:
-        found = programs_of(setup, [setup.problem.size - 1])
-        _KNOWN[name] = {rank: join_tiles(program) for rank, program in found.items()}
+        programs = programs_of(setup, [setup.problem.size - 1])
+        _KNOWN[name] = {rank: join_tiles(program) for rank, program in programs.items()}
     return _KNOWN[name]

@@ -77,8 +77,8 @@ class Overlapped:
                 both = total if travelling is None else add(travelling.wait()[0], total)
                 travelling = self.mesh.shift(Q, (both,), group=sums(Q))
             queries = arriving.wait() if arriving else queries
-        here = self.mesh.coordinates[KV]
-        in_order = [sums_of[(here - rank) % rows] for rank in range(rows)]
+        own_row = self.mesh.coordinates[KV]
+        in_order = [sums_of[(own_row - rank) % rows] for rank in range(rows)]
         column = [torch.cat([widened(s[i], x) for s in in_order]) for i, x in enumerate(kv.tensors)]
         home = self.mesh.reduce_scatter(KV, column)
         assert own is not None

@@ -6,6 +6,7 @@ its own best shape and recomputation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,10 +16,10 @@ from cp_plugin.planner.asked import Asked, Fixed, fitting, from_name
 from cp_plugin.planner.candidates import STOCK
 from cp_plugin.planner.errors import off_by, tie, typical_error
 from cp_plugin.planner.explain import Gain, gain
-from cp_plugin.planner.machine.hardware import Cluster, cluster, override
+from cp_plugin.planner.machine.hardware import cluster, override
 from cp_plugin.planner.price import Priced
 from cp_plugin.planner.search import Plan, simplest
-from cp_plugin.planner.training.model import WINDOW, Model, model
+from cp_plugin.planner.training.model import WINDOW
 from cp_plugin.tools.flags import packed
 from cp_plugin.tools.show_plan import recomputes, sizes
 
@@ -50,20 +51,12 @@ class Regime:
         return f"{self.model}, {self.devices:,} GPUs{where}, {self.tokens >> 10:,}k tokens"
 
     @property
-    def trained(self) -> Model:
-        found = model(self.model)
-        return replace(found, attention_pattern=WINDOW, window=(self.window, 0)) if self.window else found
-
-    @property
-    def machine(self) -> Cluster:
-        found = cluster(self.cluster)
-        return override(found, inter=self.card) if self.card else found
-
-    @property
-    def asked(self) -> Asked:
+    def query(self) -> Asked:
         """What ``cp-plugin plan`` asks: every division over the devices."""
-        asked = packed(from_name(self.model, self.devices, self.tokens, self.machine, Fixed()), self.documents or None)
-        return fitting(replace(asked, model=self.trained, fp8=self.fp8))
+        machine = override(cluster(self.cluster), **{"inter": self.card} if self.card else {})
+        query = packed(from_name(self.model, self.devices, self.tokens, machine, Fixed()), self.documents or None)
+        windows = {"attention_pattern": WINDOW, "window": (self.window, 0)} if self.window else {}
+        return fitting(replace(query, model=replace(query.model, **windows), fp8=self.fp8))
 
 
 SLOW = "roce100"
@@ -130,28 +123,27 @@ class Apart:
 @cache
 def answer(regime: Regime) -> Plan:
     """What ``cp-plugin plan`` says; ValueError if nothing fits the memory."""
-    return search.answer(regime.asked)
+    return search.answer(regime.query)
 
 
 def apart(regime: Regime) -> Apart:
     """Each side of the answer; ValueError if nothing fits the memory."""
-    found = answer(regime)
-    ours, stock = sides([p for p in found.found if found.fits(p)])
+    plan = answer(regime)
+    ours, stock = sides([p for p in plan.found if plan.fits(p)])
     return Apart(simplest(ours), min(stock, key=lambda p: p.iteration.seconds))
 
 
 def causes(regime: Regime) -> Gain | None:
     """Where the gain of the answer comes from; None: there is none, or a tie."""
-    found = apart(regime)
-    error = typical_error(found.ours.provider, found.stock.provider)
-    if found.ratio <= 1 or tie(found.ratio, 1.0, error):
+    each = apart(regime)
+    if each.ratio <= 1 or tie(each.ratio, 1.0, typical_error(each.ours.provider, each.stock.provider)):
         return None
-    return gain(answer(regime), found.ours, found.stock)
+    return gain(answer(regime), each.ours, each.stock)
 
 
-def sides(found: list[Priced]) -> tuple[list[Priced], list[Priced]]:
+def sides(methods: Sequence[Priced]) -> tuple[list[Priced], list[Priced]]:
     """Our methods, and stock Megatron's."""
-    return [p for p in found if not p.candidate.upstream], [p for p in found if p.candidate.upstream]
+    return [p for p in methods if not p.candidate.upstream], [p for p in methods if p.candidate.upstream]
 
 
 def verdict(ratio: float, *providers: str) -> str:
@@ -178,8 +170,8 @@ def shaped(priced: Priced) -> str:
 
 def sentence(regime: Regime) -> str:
     """The answer in a sentence, with its constraint."""
-    found, best = answer(regime), answer(regime).best
-    other = simplest(sides(found.found)[not best.candidate.upstream])
+    plan, best = answer(regime), answer(regime).best
+    other = simplest(sides(plan.found)[not best.candidate.upstream])
     slower = other.iteration.seconds / best.iteration.seconds
     ties = tie(slower, 1.0, typical_error(other.provider, best.provider))
     word = "ties" if ties else f"takes {slower:.2f} times as long"

@@ -63,21 +63,21 @@ class Aim(NamedTuple):
 
 def reproduce(names: Sequence[str], say: Callable[[str], None] = lambda text: None) -> list[Predicted]:
     """Predict all rows of these papers; ``say`` is a progress callback."""
-    found = []
+    predicted = []
     for name in names:
         say(f"predicting {name}")
-        found += [Predicted(row, predict(row)) for row in data.rows(name)]
-    return found
+        predicted += [Predicted(row, predict(row)) for row in data.rows(name)]
+    return predicted
 
 
 def aims(predicted: Sequence[Predicted]) -> list[Aim]:
     """Targets for times that have rows."""
-    errors, order = errors_of(predicted, *TIMES), in_order(pairs(predicted))
-    found = [Aim("median error of times", median(errors), ERROR)] if errors else []
+    errors, order = errors_of(predicted, *TIMES), compare_order(pairs(predicted))
+    targets = [Aim("median error of times", median(errors), ERROR)] if errors else []
     if order:
         name = f"methods in the published order ({_share(order)} pairs)"
-        found.append(Aim(name, sum(order) / len(order), ORDER, least=True))
-    return found
+        targets.append(Aim(name, sum(order) / len(order), ORDER, least=True))
+    return targets
 
 
 def errors_of(predicted: Iterable[Predicted], *kinds: Kind) -> list[float]:
@@ -94,7 +94,7 @@ def pairs(predicted: Iterable[Predicted]) -> list[Pair]:
     return [pair for group in by_setting.values() for pair in combinations(group, 2)]
 
 
-def in_order(some: Iterable[Pair]) -> list[bool]:
+def compare_order(some: Iterable[Pair]) -> list[bool]:
     """Of each pair that differs by more than a tenth, whether it is in the published order."""
     return [
         (a.value > b.value) == (a.row.published > b.row.published)
@@ -114,73 +114,64 @@ def stands_for(row: Row) -> str:
     return method(row, row.method).provider.removesuffix(_OVERLAPPED)
 
 
-def reproduce_and_show(asked: Iterable[str], console: Console) -> bool:
-    """Print the page of these papers and, as the last line, the summary; return whether all aims are reached.
-
-    Args:
-        asked: names of papers, or ``all``.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
-    names = tuple(dict.fromkeys(name for one in asked for name in data.names(one)))
+def reproduce_and_show(papers: Iterable[str], console: Console) -> bool:
+    """Print the page of these papers, or of ``all``, and, as the last line, the summary; return whether all aims are
+    reached. ValueError for an unknown name."""
+    names = tuple(dict.fromkeys(name for paper in papers for name in data.names(paper)))
     with Console(stderr=True).status("reading") as status:
-        found = reproduce(names, status.update)
-    reached = [aim.reached for aim in aims(found)]
+        predicted = reproduce(names, status.update)
+    reached = [aim.reached for aim in aims(predicted)]
     ok = bool(reached) and all(reached)
     last = f"{'PASS' if ok else 'FAIL'} {', '.join(names)}: {sum(reached)} of {len(reached)} aims reached"
-    print_lines(console, *page(found).splitlines(), "", last)
+    print_lines(console, *page(predicted).splitlines(), "", last)
     return ok
 
 
-def of(found: Iterable[Predicted], name: str) -> list[Predicted]:
-    """One paper's rows."""
-    return [p for p in found if p.row.paper == name]
-
-
-def page(found: Sequence[Predicted]) -> str:
+def page(predicted: Sequence[Predicted]) -> str:
     """The page in Markdown, without its head."""
-    names = dict.fromkeys(p.row.paper for p in found)
+    names = dict.fromkeys(p.row.paper for p in predicted)
     sources = "\n".join(f"- **{data.paper(name).title}**: {data.paper(name).source}" for name in names)
-    listed = "\n".join(f"- {aim}" for aim in aims(found))
-    return "\n\n".join([listed, _markdown(_errors(found)), _markdown(_ratios(found)), "## Sources", sources])
+    listed = "\n".join(f"- {aim}" for aim in aims(predicted))
+    return "\n\n".join([listed, _markdown(_errors(predicted)), _markdown(_ratios(predicted)), "## Sources", sources])
 
 
-def _parts(found: Sequence[Predicted]) -> list[tuple[str, Sequence[Predicted]]]:
+def _parts(predicted: Sequence[Predicted]) -> list[tuple[str, Sequence[Predicted]]]:
     """Each paper's title and rows; of several papers, then all."""
-    parts = [(data.paper(name).title, of(found, name)) for name in dict.fromkeys(p.row.paper for p in found)]
-    return parts + [("all", found)] * (len(parts) > 1)
+    by_paper: dict[str, list[Predicted]] = {}
+    for p in predicted:
+        by_paper.setdefault(data.paper(p.row.paper).title, []).append(p)
+    return [*by_paper.items(), *[("all", predicted)] * (len(by_paper) > 1)]
 
 
-def _errors(found: Sequence[Predicted]) -> list[Cells]:
+def _errors(predicted: Sequence[Predicted]) -> list[Cells]:
     """Median errors by paper and kind."""
     rows: list[Cells] = [("", "figures", "rows", "median error")]
-    for title, own in _parts(found):
+    for title, own in _parts(predicted):
         kinds = {kind: (kind,) for kind in (*TIMES, "memory")} | ({"times": TIMES} if title == "all" else {})
         for words, kind in kinds.items():
             if errors := errors_of(own, *kind):
                 rows.append((title, words, str(len(errors)), _percent(median(errors))))
     if title == "all":
-        by_paper = [median(errors_of(own, *TIMES)) for _, own in _parts(found)[:-1]]
+        by_paper = [median(errors_of(own, *TIMES)) for _, own in _parts(predicted)[:-1]]
         rows.append(("all, each paper weighing the same", "times", "", _percent(median(by_paper))))
     return rows
 
 
-def _ratios(found: Sequence[Predicted]) -> list[Cells]:
+def _ratios(predicted: Sequence[Predicted]) -> list[Cells]:
     """Order and ratios of two methods in the same setting, by paper, and by the provider of ours that is in them."""
     rows: list[Cells] = [("ratio of two methods' times", "pairs", "in the published order", "median error")]
-    groups = [(title, pairs(own)) for title, own in _parts(found)]
-    every = pairs(found)
+    groups = [(title, pairs(own)) for title, own in _parts(predicted)]
+    every = pairs(predicted)
     for name in sorted({stands_for(p.row) for pair in every for p in pair} - {""}):
         groups.append((f"`{name}`", [pair for pair in every if name in (stands_for(p.row) for p in pair)]))
     for title, some in groups:
         if some:
-            rows.append((title, str(len(some)), _share(in_order(some)), _percent(median(ratio_errors(some)))))
+            rows.append((title, str(len(some)), _share(compare_order(some)), _percent(median(ratio_errors(some)))))
     return rows
 
 
-def _share(found: Sequence[bool]) -> str:
-    return f"{sum(found)} of {len(found)}" if found else ""
+def _share(reached: Sequence[bool]) -> str:
+    return f"{sum(reached)} of {len(reached)}" if reached else ""
 
 
 def _percent(share: float) -> str:

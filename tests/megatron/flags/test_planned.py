@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import training
-from evidence import flops as evidence_flops
+from evidence.experiment import training_flops
 from nightly import one_case
 
 from cp_plugin.megatron.planned import command as planned
@@ -79,7 +79,7 @@ def counted(flags: str, devices: int) -> tuple[Model, Parallel, float, float]:
 def test_operations_and_bytes_match_megatron(flags: str, name: str) -> None:
     """Operations of an iteration, bytes of parameters and optimizer; sizes of models in the catalogue."""
     described, p, flops, nbytes = counted(flags, 64)
-    assert evidence_flops.training(described, p.seq_length, p.global_batch) == pytest.approx(flops, rel=0.01)
+    assert training_flops(described, p.seq_length, p.global_batch) == pytest.approx(flops, rel=0.01)
     first = footprint(described, p)
     nbytes += 18 * LEFT_OUT.get(name, 0)
     assert first.stage == 0
