@@ -10,7 +10,6 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Self
 
 from cp_plugin.engine.comm import coordinates
@@ -108,10 +107,15 @@ class Simulation:
                 rank.waits_for = rank.posted[event.number]
                 return self._woken(rank)
             case _:
-                rank.host += kernel_time.launches(event) * self._device.host_launch_s
-                if rank.host > rank.clock:
-                    rank.advance(HOST, rank.host)
-                rank.advance(KERNELS[type(event)], rank.clock + kernel_time.seconds(event, self._device))
+                return self._compute(rank, index, event)
+        return True
+
+    def _compute(self, rank: _Rank, index: int, event: Event) -> bool:
+        """Spend the time of a kernel; False if others decide when it ends."""
+        rank.host += kernel_time.launches(event) * self._device.host_launch_s
+        if rank.host > rank.clock:
+            rank.advance(HOST, rank.host)
+        rank.advance(KERNELS[type(event)], rank.clock + kernel_time.seconds(event, self._device))
         return True
 
     def _post(self, rank: _Rank, index: int, post: Post) -> None:
@@ -240,24 +244,16 @@ class SharedSimulation(Simulation):
 
     def _go_on(self, index: int) -> None:
         """Run a rank until it blocks."""
-        rank = self._ranks[index]
-        for event in rank.events:
-            match event:
-                case Post():
-                    self._post(rank, index, event)
-                case Wait():
-                    rank.waits_for = rank.posted[event.number]
-                    if not self._woken(rank):
-                        return
-                case _:
-                    seconds = kernel_time.seconds(event, self._device)
-                    done = partial(self._computed, index, KERNELS[type(event)])
-                    self._works.append(_Work(seconds, _PROCESSORS, done))
-                    return
+        while self._step(self._ranks[index], index):
+            pass
 
-    def _computed(self, index: int, what: str) -> None:
-        self._ranks[index].advance(what, self._now)
-        self._go_on(index)
+    def _compute(self, rank: _Rank, index: int, event: Event) -> bool:
+        def done() -> None:
+            rank.advance(KERNELS[type(event)], self._now)
+            self._go_on(index)
+
+        self._works.append(_Work(kernel_time.seconds(event, self._device), _PROCESSORS, done))
+        return False
 
     def _start(self, together: Sequence[Message], start: float) -> list[Message]:
         for message in together:
@@ -266,19 +262,20 @@ class SharedSimulation(Simulation):
 
     def _begin(self, message: Message) -> None:
         """Schedule its latency, then its share of each link in parallel."""
-        cost = self._links.cost(message.post, message.rank)
-        parts = list(cost.busy)
+        seconds, busy = self._links.cost(message.post, message.rank)
+        left = len(busy)
 
         def one_done() -> None:
-            parts.pop()
-            if not parts:
+            nonlocal left
+            left -= 1
+            if left <= 0:
                 self._arrived(message)
 
         def begin() -> None:
-            self._works.extend(_Work(seconds, (message.rank, level), one_done) for level, seconds in cost.busy)
+            self._works.extend(_Work(part, (message.rank, level), one_done) for level, part in busy)
 
-        latency = cost.seconds - max((seconds for _, seconds in parts), default=0.0)
-        self._works.append(_Work(latency, None, begin if parts else partial(self._arrived, message)))
+        latency = seconds - max((part for _, part in busy), default=0.0)
+        self._works.append(_Work(latency, None, begin if busy else one_done))
 
     def _arrived(self, message: Message) -> None:
         message.end = self._now
