@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cp_plugin.engine.comm import WHOLE, coordinates
+from cp_plugin.engine.comm import WHOLE
 from cp_plugin.engine.comm.group import SHORT
 from cp_plugin.planner.machine.events import Post
 from cp_plugin.planner.machine.hardware import Cluster, Link, Verb, Wire
@@ -70,8 +70,8 @@ class Links:
 
     def members(self, axis: str, rank: int) -> np.ndarray:
         """Mask of the ranks on the axis through this one; for the whole mesh all ranks."""
-        at, others = coordinates(self.axes, rank), [a for a in self.axes if axis not in (a, WHOLE)]
-        return np.logical_and.reduce([self._places[a] == at[a] for a in others] or [self.nodes >= 0])
+        others = [places for name, places in self._places.items() if axis not in (name, WHOLE)]
+        return np.logical_and.reduce([places == places[rank] for places in others] or [self.nodes >= 0])
 
     @cached_property
     def _places(self) -> dict[str, np.ndarray]:
@@ -84,11 +84,6 @@ class Links:
         """Ranks of this mesh on the fullest node."""
         return int(np.bincount(self.nodes).max())
 
-    def _steps(self, peer: int, post: Post, rank: int) -> int:
-        """Distance of a peer up the axis."""
-        n, here = self.axes[post.axis], coordinates(self.axes, rank)[post.axis]
-        return (coordinates(self.axes, peer)[post.axis] - here) % n
-
     def _leave(self, axis: str, step: int) -> np.ndarray:
         """Per rank: whether its peer ``step`` up the axis is on another node."""
         places = dict(self._places)
@@ -97,25 +92,22 @@ class Links:
         return self.nodes[peers] != self.nodes
 
     def _exchange(self, post: Post, rank: int, worst: bool) -> Cost:
+        peers = [peer for peer in (post.to, post.source) if peer is not None]
         if post.axis == WHOLE:
-            peers = [p for p in (post.to, post.source) if p is not None]
-            outside = [bool(self.nodes[p] != self.nodes[rank]) for p in peers]
+            outside = [bool(self.nodes[peer] != self.nodes[rank]) for peer in peers]
             return self._message(post, any(outside), not all(outside), self._per_node)
-        given = [
-            self._leave(post.axis, self._steps(peer, post, rank)) for peer in (post.to, post.source) if peer is not None
-        ]
-        crossing = self._crossing(*given)
-        outside, inside = np.logical_or.reduce(given), ~np.logical_and.reduce(given)
-        if not worst:
-            return self._message(post, bool(outside[rank]), bool(inside[rank]), int(crossing[rank]))
-        kinds = {*zip(outside.tolist(), inside.tolist(), crossing.tolist(), strict=True)}
-        return max((self._message(post, a, b, int(c)) for a, b, c in kinds), key=lambda cost: cost.seconds)
+        places = self._places[post.axis]
+        ways = [self._leave(post.axis, places[peer] - places[rank]) for peer in peers]
+        outside, inside = np.logical_or.reduce(ways), ~np.logical_and.reduce(ways)
+        kinds = [*zip(outside.tolist(), inside.tolist(), self._crossing(*ways).tolist(), strict=True)]
+        messages = (self._message(post, *kind) for kind in (set(kinds) if worst else [kinds[rank]]))
+        return max(messages, key=lambda cost: cost.seconds)
 
     def _crossing(self, *ways: np.ndarray) -> np.ndarray:
         """Per rank: how many ranks of its node use the cards in one direction at the same time."""
         return np.maximum.reduce([np.bincount(self.nodes, weights=way) for way in ways])[self.nodes]
 
-    def _message(self, post: Post, outside: bool, inside: bool, crossing: int) -> Cost:
+    def _message(self, post: Post, outside: bool, inside: bool, crossing: float) -> Cost:
         busy: list[tuple[Level, float]] = []
         seconds = 0.0
         if inside:
@@ -128,7 +120,7 @@ class Links:
             seconds = max(seconds, link.latency_s + busy[-1][1])
         return Cost(seconds, tuple(busy))
 
-    def _share(self, link: Link, crossing: int) -> float:
+    def _share(self, link: Link, crossing: float) -> float:
         """Bytes per second of each of ``crossing`` ranks of a node whose messages leave it."""
         nics = self.cluster.nics
         own = max(1, nics // self.cluster.per_node)
@@ -192,7 +184,7 @@ class Links:
         crossing, inside = self._crossing(out), self.cluster.intra
         between = self.cluster.inter.link("all_gather")
         rates = [
-            self._share(between, int(c)) if leaves else inside.bytes_per_s
+            self._share(between, float(c)) if leaves else inside.bytes_per_s
             for leaves, c in zip(out, crossing, strict=True)
         ]
         slowest = min(rate for rate, member in zip(rates, same, strict=True) if member)
