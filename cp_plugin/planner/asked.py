@@ -129,8 +129,6 @@ def _sizes(machine: Cluster, devices: int, fixed: Fixed) -> Iterator[dict[str, A
     recompute: Sequence[Recompute] = [fixed.recompute] if fixed.recompute else RECOMPUTE
     for tensor, pipeline, again in itertools.product(tensors, pipelines, recompute):
         left, rest = divmod(devices, tensor * pipeline)
-        if rest or not left:
-            continue
         for context in [fixed.context] if fixed.context else range(1, left + 1):
-            if left % context == 0:
+            if rest == 0 and left % context == 0:
                 yield {"tensor": tensor, "pipeline": pipeline, "context": context, "recompute": again}

@@ -44,11 +44,6 @@ class Priced:
         return self.candidate.setup.provider.name
 
     @property
-    def without_repeats(self) -> float:
-        """Seconds of an iteration if recomputation left attention out."""
-        return self.iteration.seconds - self.repeats
-
-    @property
     def main(self) -> Timeline:
         """The call in the candidate's own layers."""
         return next(iter(self.timelines.values()))

@@ -125,7 +125,8 @@ def _choices(asked: Asked, *, stock: bool) -> list[list[Parallel]]:
 def _answer(asked: Asked, searches: Sequence[_Search], every: Sequence[_Search]) -> Plan:
     """The methods of these searches, one for each side, out of ``every`` search."""
     for search in searches:
-        search.finish()
+        if not search.priced:  # no shape was searched for the fastest
+            list(search.best())
     found = sorted((p for search in searches for p in search.priced.values()), key=searches[0].rank)
     able = [p for p in found if asked.fits(p.footprint) == asked.fits(found[0].footprint)]
     tied = tying(able)
@@ -224,11 +225,6 @@ class _Search:
             if self.asked.fits(found.footprint):
                 best = min(best, found.iteration.seconds)
             yield found
-
-    def finish(self) -> None:
-        """Price every method, unless ``best`` was exhausted."""
-        if not self.priced:
-            list(self.best())
 
     def _ordered(self, some: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
         """Sort by lower bounds, lowest first; of equals the largest head axis, which exchanges least often."""

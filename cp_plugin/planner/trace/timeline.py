@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,7 @@ Trace = Callable[..., Program]
 """``program``, or another that makes one rank's program of a setup, a rank and ``tiled``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class Pass(NamedTuple):
     spent: Mapping[int, Spent]
     ends: Mapping[int, float]
     """Rank -> end."""
@@ -113,11 +112,10 @@ def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, stride:
     links = links_of(setup, cluster, stride)
     shared = cluster.device.shared_by > 0 and len(programs) == setup.problem.size
     simulation = SharedSimulation if shared else Simulation
-    passes = [
-        simulation({rank: getattr(p, name) for rank, p in programs.items()}, cluster.device, links).run()
+    forward, backward = (
+        Pass(*simulation({rank: getattr(p, name) for rank, p in programs.items()}, cluster.device, links).run())
         for name in ("forward", "backward")
-    ]
-    forward, backward = (Pass(spent=spent, ends=ends) for spent, ends in passes)
+    )
     return Timeline(setup=setup, cluster=cluster, forward=forward, backward=backward, programs=programs, links=links)
 
 

@@ -240,25 +240,21 @@ def _stage(model: Model, parallel: Parallel, cluster: Cluster, attention: Mappin
     last = stage == parallel.pipeline - 1
     predicted = sum(number >= model.layers for number in layers)
     ends = (stage == 0) + last * (1 + predicted)  # embedding and output layers
+    # rows are read and written forward, and added to the float32 gradient backward
+    embedded = parallel.tokens * model.hidden * (3 * parallel.element + 2 * GRADIENT)
     projection = 3 * parallel.tokens * operations.prediction(model) / parallel.tensor * predicted
     return _Stage(
         attention=calls,
         dense=total.dense + multiplied(cluster, parallel, projection),
         tensor=total.tensor + ends * exchanged(model, parallel, cluster),
         expert=total.expert,
-        embedding=_embedding(model, parallel, cluster) if stage == 0 else 0.0,
+        embedding=moved(cluster, embedded) if stage == 0 else 0.0,
         head=_head(model, parallel, cluster) * (1 + predicted) if last else 0.0,
         messages=_messages(model, parallel, cluster, stage),
         backward=backward,
         on_card=on_card,
         forward_on_card=forward_on_card,
     )
-
-
-def _embedding(model: Model, parallel: Parallel, cluster: Cluster) -> float:
-    """Rows are read and written forward, and added to the float32 gradient backward."""
-    elements = parallel.tokens * model.hidden
-    return moved(cluster, elements * (3 * parallel.element + 2 * GRADIENT))
 
 
 def _head(model: Model, parallel: Parallel, cluster: Cluster) -> float:

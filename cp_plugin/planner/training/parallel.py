@@ -71,9 +71,14 @@ class Parallel:
                 object.__setattr__(self, field, default)
         _check_values(self)
         _check_sizes(self)
+        at_once = self.micro_batch * self.data
         if self.global_batch == 0:
-            object.__setattr__(self, "global_batch", self.micro_batch * self.data)
-        _check_batch(self)
+            object.__setattr__(self, "global_batch", at_once)
+        if self.global_batch % at_once:
+            raise ValueError(
+                f"--global-batch-size {self.global_batch} cannot be split evenly across --micro-batch-size "
+                f"{self.micro_batch} x {self.data} data-parallel ranks: use a multiple of {at_once}"
+            )
 
     @property
     def data(self) -> int:
@@ -212,15 +217,6 @@ def _check_sizes(p: Parallel) -> None:
     _divides("--context-parallel-size", p.context, p.seq_length, "tokens of --seq-length")
     if p.documents and (sum(p.documents) != p.seq_length or min(p.documents) < 1):
         raise ValueError(f"documents of {sum(p.documents)} tokens cannot fill a sequence of {p.seq_length}")
-
-
-def _check_batch(p: Parallel) -> None:
-    at_once = p.micro_batch * p.data
-    if p.global_batch % at_once:
-        raise ValueError(
-            f"--global-batch-size {p.global_batch} cannot be split evenly across --micro-batch-size {p.micro_batch} x "
-            f"{p.data} data-parallel ranks: use a multiple of {at_once}"
-        )
 
 
 def _divides(flag: str, size: int, number: int, what: str) -> None:
