@@ -58,13 +58,13 @@ class Asked:
 def from_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fixed: Fixed, **changes: int) -> Asked:
     """Query for a catalogue model, with every division that is consistent with ``fixed``; ValueError for an unknown
     model or cluster, and sizes that fit nothing."""
-    found, there = model(name), resize_cluster(machine, devices, changes)
+    chosen, there = model(name), resize_cluster(machine, devices, changes)
     shapes: list[Parallel] = []
     reasons: dict[str, None] = {}
     for sizes in _sizes(there, devices, fixed):
         try:
             shape = Parallel(devices=devices, sequence_parallel=sizes["tensor"] > 1, seq_length=seq_length, **sizes)
-            check(found, shape)
+            check(chosen, shape)
         except ValueError as error:
             reasons[str(error)] = None
             continue
@@ -75,10 +75,10 @@ def from_name(name: str, devices: int, seq_length: int, machine: str | Cluster, 
             shapes.append(shape)
     if not shapes:
         named = {"--tensor": fixed.tensor, "--pipeline": fixed.pipeline, "--context": fixed.context}
-        given = " x ".join(f"{flag} {n}" for flag, n in named.items() if n)
-        why = list(reasons)[:3] or [f"{given} does not divide the number of devices"]
-        raise ValueError(f"cannot split {found.name} across {devices} devices: {'; '.join(why)}")
-    return Asked(model=found, cluster=there, shapes=shapes, free=fixed.recompute is None)
+        product = " x ".join(f"{flag} {n}" for flag, n in named.items() if n)
+        why = list(reasons)[:3] or [f"{product} does not divide the number of devices"]
+        raise ValueError(f"cannot split {chosen.name} across {devices} devices: {'; '.join(why)}")
+    return Asked(model=chosen, cluster=there, shapes=shapes, free=fixed.recompute is None)
 
 
 def joined(shape: Parallel, documents: Sequence[int]) -> Parallel:
@@ -87,39 +87,39 @@ def joined(shape: Parallel, documents: Sequence[int]) -> Parallel:
     return replace(shape, documents=tuple(documents), seq_length=sum(documents), micro_batch=1, global_batch=batch)
 
 
-def fitting(asked: Asked, global_batch: int | None = None) -> Asked:
+def fitting(query: Asked, global_batch: int | None = None) -> Asked:
     """Keep the shapes that may fit the memory (all if none does), with one common batch; ValueError for a batch that no
     shape can divide.
 
     global_batch: sequences per iteration; None: one per data-parallel rank of the shape with the most, but no more than
     ``MOST`` tokens.
     """
-    shapes = list(asked.shapes)
-    fits = [s for s in shapes if asked.fits(footprint(asked.model, add_recomputation(s, stock=True)))] or shapes
+    shapes = list(query.shapes)
+    fits = [s for s in shapes if query.fits(footprint(query.model, add_recomputation(s, stock=True)))] or shapes
     replicas = sorted({shape.data for shape in fits})
     if len(replicas) == 1 and global_batch is None:
-        return replace(asked, shapes=fits)
+        return replace(query, shapes=fits)
     most = max((n for n in replicas if n * shapes[0].seq_length <= MOST), default=replicas[0])
     batch = global_batch or most
     dividing = [replace(shape, global_batch=batch) for shape in fits if batch % shape.data == 0]
     if not dividing:
         sizes = ", ".join(map(str, replicas))
         raise ValueError(f"--global-batch {batch} must be a multiple of the data-parallel ranks, {sizes}")
-    return replace(asked, shapes=dividing)
+    return replace(query, shapes=dividing)
 
 
 def resize_cluster(machine: str | Cluster, devices: int, changes: dict[str, int]) -> Cluster:
     """The cluster with these changes; ValueError for an unknown one, and for devices that are not whole nodes."""
-    found = cluster(machine) if isinstance(machine, str) else machine
+    resized = cluster(machine) if isinstance(machine, str) else machine
     if changes:
-        found = override(found, **changes)
-    if devices > found.per_node and devices % found.per_node:
-        nearest = max(1, round(devices / found.per_node)) * found.per_node
+        resized = override(resized, **changes)
+    if devices > resized.per_node and devices % resized.per_node:
+        nearest = max(1, round(devices / resized.per_node)) * resized.per_node
         raise ValueError(
-            f"--devices {devices}: {found.name} has {found.per_node} devices per node; use whole nodes, such as "
+            f"--devices {devices}: {resized.name} has {resized.per_node} devices per node; use whole nodes, such as "
             f"--devices {nearest}, or change --per-node"
         )
-    return found
+    return resized
 
 
 def _sizes(machine: Cluster, devices: int, fixed: Fixed) -> Iterator[dict[str, Any]]:

@@ -112,10 +112,10 @@ def candidates(
     """
     sparse = problem.window is not None or problem.documents
     names = [name for name in providers.names() if sparse or name not in _SPARSE]
-    found = {name: _supported(name, problem, _options(providers.get(name), problem, fp8, allowed)) for name in names}
+    by_name = {name: _supported(name, problem, _options(providers.get(name), problem, fp8, allowed)) for name in names}
     if problem.size == 1:
         alone = settled_or_reason(providers.get(_ALONE), problem, Options())
-        found[STOCK] = [Candidate(name=STOCK, setup=alone, flags="")]
+        by_name[STOCK] = [Candidate(name=STOCK, setup=alone, flags="")]
     else:
         theirs = divide_each(problem) if problem.bounds else problem
         for comm_type, provider, options in _upstream(problem):
@@ -124,8 +124,8 @@ def candidates(
                 shared = setup.options.head_parallel
                 sizes = f" --hierarchical-context-parallel-sizes {shared} {theirs.size // shared}" if shared else ""
                 name, flags = f"{STOCK} {comm_type}", f"--cp-comm-type {comm_type}{sizes}"
-                found.setdefault(name, []).append(Candidate(name=name, setup=setup, flags=flags))
-    return {name: allowed.chosen_from(_distinct(some)) for name, some in found.items()}
+                by_name.setdefault(name, []).append(Candidate(name=name, setup=setup, flags=flags))
+    return {name: allowed.chosen_from(_distinct(some)) for name, some in by_name.items()}
 
 
 def linear_candidates(problem: Problem) -> list[Candidate]:
@@ -162,8 +162,8 @@ def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:
     free = [option for option in provider.options if option not in allowed.options.chosen]
     changes += [{option: v} for option in free for v in told[option] if v != getattr(options, option)]
     own = {option: None for option in told if told[option] and option not in provider.options}
-    asked = [replace(options, **{**own, **change}) for change in changes]  # type: ignore[arg-type]
-    return allowed.chosen_from(_distinct(_supported(candidate.name, problem, asked)))
+    changed = [replace(options, **{**own, **change}) for change in changes]  # type: ignore[arg-type]
+    return allowed.chosen_from(_distinct(_supported(candidate.name, problem, changed)))
 
 
 def without_sums(provider: Provider, options: Options) -> Options:
@@ -198,11 +198,11 @@ def _layouts(provider: Provider, problem: Problem, allowed: Allowed) -> list[str
 
     Other regular layouts ignore documents as well, and striped tokens make a tile of almost every pair of them.
     """
-    found = [name for name in provider.layouts if name in allowed.layouts]
+    possible = [name for name in provider.layouts if name in allowed.layouts]
     if not problem.bounds:
-        return [name for name in found if name in LAYOUTS] or found
-    regular = [name for name in found if name in LAYOUTS and not LAYOUTS[name].cyclic]
-    return regular[:1] + [DOCUMENTS.name] * (DOCUMENTS.name in found and can_place(provider, problem))
+        return [name for name in possible if name in LAYOUTS] or possible
+    regular = [name for name in possible if name in LAYOUTS and not LAYOUTS[name].cyclic]
+    return regular[:1] + [DOCUMENTS.name] * (DOCUMENTS.name in possible and can_place(provider, problem))
 
 
 def _axes(provider: Provider, problem: Problem) -> list[int | None]:
@@ -216,6 +216,6 @@ def _axes(provider: Provider, problem: Problem) -> list[int | None]:
     return [None if ranks == 1 and "head_parallel" not in provider.options else ranks for ranks in sizes]
 
 
-def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
+def _distinct(some: Sequence[Candidate]) -> list[Candidate]:
     """One candidate per resolved layout and options."""
-    return list({(c.setup.layout, c.setup.options): c for c in found}.values())
+    return list({(c.setup.layout, c.setup.options): c for c in some}.values())

@@ -82,8 +82,8 @@ class Gain(NamedTuple):
     def named(self) -> list[tuple[str, float]]:
         """Cause and factor, largest first; without those that change less than 1 %."""
         words = {"the method alone": self.method, self.freed: self.recomputation, "other parallel sizes": self.shape}
-        found = [(name, x) for name, x in words.items() if abs(x - 1) >= 0.01]
-        return sorted(found, key=lambda pair: -pair[1])
+        causes = [(name, x) for name, x in words.items() if abs(x - 1) >= 0.01]
+        return sorted(causes, key=lambda pair: -pair[1])
 
     def __str__(self) -> str:
         """``attention not repeated 1.24x, the method alone 1.02x``."""
@@ -91,16 +91,16 @@ class Gain(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def gain(found: Plan, ours: Priced, stock: Priced) -> Gain:
+def gain(plan: Plan, ours: Priced, stock: Priced) -> Gain:
     """Where a gain over stock Megatron comes from: our method is priced in stock's shape, too, or if it cannot run
     there, the fastest of ours that can. Simulated once, however often it is printed."""
-    there, allowed = stock.parallel, replace(found.asked.allowed, stock=False)
+    there, allowed = stock.parallel, replace(plan.asked.allowed, stock=False)
     kept = replace(there, recompute_attention=ours.parallel.recompute_attention)
-    every = [replace(divided_alike(kept), recompute=again) for again in RECOMPUTE] if found.asked.free else []
+    every = [replace(divided_alike(kept), recompute=again) for again in RECOMPUTE] if plan.asked.free else []
 
-    def own(**asked: Any) -> Priced:
-        some = answer(replace(found.asked, allowed=allowed, **asked), worth=KNOWN_ERROR).found
-        able = [p for p in some if found.fits(p)] or some
+    def own(**changes: Any) -> Priced:
+        some = answer(replace(plan.asked, allowed=allowed, **changes), worth=KNOWN_ERROR).found
+        able = [p for p in some if plan.fits(p)] or some
         named = [p for p in able if p.candidate.name == ours.candidate.name] or able
         return min(named, key=lambda p: p.iteration.seconds)
 
@@ -181,13 +181,13 @@ def make_free(cluster: Cluster, resource: Resource) -> Cluster:
 def _sent(timeline: Timeline, rank: int) -> dict[tuple[str, str, Level], float]:
     """The ledger of one rank, split by level."""
     program, links = timeline.programs[rank], timeline.links
-    found: dict[tuple[str, str, Level], float] = defaultdict(float)
+    by_level: dict[tuple[str, str, Level], float] = defaultdict(float)
     for phase, events in (("forward", program.forward), ("backward", program.backward)):
         for post in (e for e in events if isinstance(e, Post) and e.sent):
             outside = links.leaving(post, rank)
-            found[phase, post.axis, "inter"] += post.nbytes * outside
-            found[phase, post.axis, "intra"] += post.nbytes * (1 - outside)
-    return {key: nbytes for key, nbytes in found.items() if nbytes}
+            by_level[phase, post.axis, "inter"] += post.nbytes * outside
+            by_level[phase, post.axis, "intra"] += post.nbytes * (1 - outside)
+    return {key: nbytes for key, nbytes in by_level.items() if nbytes}
 
 
 def _without_latency(link: Link) -> Link:

@@ -118,20 +118,20 @@ def priced(
 
     timelines: of the calls in layers of each kind, the candidate's own first.
     """
-    asked, parallel = parallel, trained(candidate, parallel)
+    run = trained(candidate, parallel)
     seconds = {letter: t.seconds_of for letter, t in timelines.items()}
-    takes = iteration(model, parallel, cluster, seconds)
+    takes = iteration(model, run, cluster, seconds)
     repeats = 0.0
-    if parallel.recompute_attention:
-        kept = iteration(model, replace(parallel, recompute_attention=False), cluster, seconds)
+    if run.recompute_attention:
+        kept = iteration(model, replace(run, recompute_attention=False), cluster, seconds)
         repeats = takes.seconds - kept.seconds
     return Priced(
         candidate=candidate,
-        parallel=asked,
+        parallel=parallel,
         timelines=timelines,
         iteration=takes,
         repeats=repeats,
-        footprint=held(candidate, timelines, model, asked),
+        footprint=held(candidate, timelines, model, parallel),
     )
 
 
@@ -144,10 +144,10 @@ def held(candidate: Candidate, timelines: Mapping[str, Timeline], model: Model, 
 
 def trained(candidate: Candidate, parallel: Parallel) -> Parallel:
     """The shape as the candidate trains it: recomputation as on its side, documents padded by stock Megatron."""
-    found = add_recomputation(parallel, stock=candidate.upstream)
+    repeating = add_recomputation(parallel, stock=candidate.upstream)
     if not candidate.upstream or candidate.setup.problem.size == 1:
-        return found
-    return replace(found, seq_length=candidate.setup.problem.seq_length, documents=())
+        return repeating
+    return replace(repeating, seq_length=candidate.setup.problem.seq_length, documents=())
 
 
 def add_recomputation(parallel: Parallel, *, stock: bool) -> Parallel:
@@ -165,11 +165,11 @@ def least(candidate: Candidate, cluster: Cluster, stride: int) -> Seconds:
         level, seconds = links.least(axis, narrower * nbytes)
         busy[phase, level] = busy.get((phase, level), 0.0) + seconds
     computing = computes(problem, cluster, linear=setup.provider.kind == "linear")
-    found = [
+    bounds = [
         max(own, *(s for (p, _), s in busy.items() if p == phase), 0.0)
         for phase, own in zip(("forward", "backward"), computing[:2], strict=True)
     ]
-    return Seconds(*found)
+    return Seconds(*bounds)
 
 
 def computes(problem: Problem, cluster: Cluster, *, linear: bool) -> Seconds:

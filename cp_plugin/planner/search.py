@@ -82,7 +82,7 @@ class Plan:
 
 
 def answer(
-    asked: Asked, *, hopeless: float = _HOPELESS, worth: float = WORTH, progress: Progress = lambda text: None
+    query: Asked, *, hopeless: float = _HOPELESS, worth: float = WORTH, progress: Progress = lambda text: None
 ) -> Plan:
     """Find each method's best candidate in the best of the shapes: one shape for our methods, one for stock Megatron's.
 
@@ -97,11 +97,11 @@ def answer(
         progress: called with a description of each candidate before it is priced.
     """
     chosen, every, fits = [], [], False
-    ours, theirs = replace(asked.allowed, stock=False), replace(asked.allowed, refused="only stock Megatron's")
+    ours, theirs = replace(query.allowed, stock=False), replace(query.allowed, refused="only stock Megatron's")
     for stock, allowed in enumerate((ours, theirs)):
-        side = replace(asked, allowed=allowed)
-        choices = _choices(asked, stock=bool(stock))
-        fitting = [c for c in ([s for s in some if asked.fits(footprint(asked.model, s))] for some in choices) if c]
+        side = replace(query, allowed=allowed)
+        choices = _choices(query, stock=bool(stock))
+        fitting = [c for c in ([s for s in some if query.fits(footprint(query.model, s))] for some in choices) if c]
         fits = fits or bool(fitting)
         choices = fitting or choices
         searches = [_Search(side, some, hopeless, progress) for some in choices]
@@ -110,30 +110,30 @@ def answer(
         chosen.append(best or min(searches, key=lambda s: s.per_token))
         every += searches
     if not fits:
-        raise ValueError(_what_would_fit(asked))
-    return _answer(asked, chosen, every)
+        raise ValueError(_what_would_fit(query))
+    return _answer(query, chosen, every)
 
 
-def _choices(asked: Asked, *, stock: bool) -> list[list[Parallel]]:
+def _choices(query: Asked, *, stock: bool) -> list[list[Parallel]]:
     """Each division of the model with its recomputations, as they are on this side."""
-    found: dict[Parallel, list[Parallel]] = {}
-    for shape in asked.shapes:
-        found.setdefault(divided_alike(shape), []).append(add_recomputation(shape, stock=stock))
-    return [[*some, *(selections(asked.model, some[0]) if asked.free else ())] for some in found.values()]
+    divisions: dict[Parallel, list[Parallel]] = {}
+    for shape in query.shapes:
+        divisions.setdefault(divided_alike(shape), []).append(add_recomputation(shape, stock=stock))
+    return [[*some, *(selections(query.model, some[0]) if query.free else ())] for some in divisions.values()]
 
 
-def _answer(asked: Asked, searches: Sequence[_Search], every: Sequence[_Search]) -> Plan:
+def _answer(query: Asked, searches: Sequence[_Search], every: Sequence[_Search]) -> Plan:
     """The methods of these searches, one for each side, out of ``every`` search."""
     for search in searches:
         if not search.priced:  # no shape was searched for the fastest
             list(search.best())
-    found = sorted((p for search in searches for p in search.priced.values()), key=searches[0].rank)
-    able = [p for p in found if asked.fits(p.footprint) == asked.fits(found[0].footprint)]
+    methods = sorted((p for search in searches for p in search.priced.values()), key=searches[0].rank)
+    able = [p for p in methods if query.fits(p.footprint) == query.fits(methods[0].footprint)]
     tied = tying(able)
     lost = [Lost(name, bound) for s in searches for name, bound in s.bounds.items() if name not in s.priced]
     return Plan(
-        asked=asked,
-        found=[*sorted(tied, key=_simplicity), *(p for p in found if p not in tied)],
+        asked=query,
+        found=[*sorted(tied, key=_simplicity), *(p for p in methods if p not in tied)],
         tied=len(tied),
         lost=sorted(lost, key=lambda one: one.seconds),
         cannot=refusals(searches[0].problem) if searches[0].main != LINEAR else {},
@@ -170,31 +170,31 @@ def _fastest(searches: Sequence[_Search], worth: float) -> _Search | None:
     for search in sorted(searches, key=lambda s: (0, s.context) if tie(s.per_token, least) else (1, s.per_token)):
         if best is not None and (1 + worth) * search.per_token >= 1 / best[1].tokens_per_s:
             continue
-        for found in search.best():
-            if search.asked.fits(found.footprint) and (best is None or found.tokens_per_s > best[1].tokens_per_s):
-                best = search, found
+        for method in search.best():
+            if search.asked.fits(method.footprint) and (best is None or method.tokens_per_s > best[1].tokens_per_s):
+                best = search, method
     return None if best is None else best[0]
 
 
 class _Search:
     """Search over the candidates of one shape."""
 
-    def __init__(self, asked: Asked, shapes: Sequence[Parallel], hopeless: float, progress: Progress) -> None:
+    def __init__(self, query: Asked, shapes: Sequence[Parallel], hopeless: float, progress: Progress) -> None:
         """shapes: the shape, with each recomputation to choose from."""
-        self.asked, self.shapes, self._hopeless, self._progress = asked, shapes, hopeless, progress
+        self.asked, self.shapes, self._hopeless, self._progress = query, shapes, hopeless, progress
         self.priced: dict[str, Priced] = {}
         """Method -> its best candidate."""
         self.bounds: dict[str, float] = {}
         self.tried = self.simulated = 0
         shape = shapes[0]
         self.context = shape.context
-        self._problems = problems_of(asked.model, shape, asked.cluster)
+        self._problems = problems_of(query.model, shape, query.cluster)
         self._alone = {
-            letter: computes(its, asked.cluster, linear=letter == LINEAR) for letter, its in self._problems.items()
+            letter: computes(its, query.cluster, linear=letter == LINEAR) for letter, its in self._problems.items()
         }
         self.main, self.problem = next(iter(self._problems.items()))
         self._fastest = self._fastest_shape()
-        seconds = iteration(asked.model, self._fastest, asked.cluster, self._alone).seconds
+        seconds = iteration(query.model, self._fastest, query.cluster, self._alone).seconds
         self.per_token = seconds * shape.devices / (shape.global_batch * shape.seq_length)
         """Lower bound over all methods: seconds per token and device."""
 
@@ -204,9 +204,9 @@ class _Search:
         there is no softmax layer."""
         if self.main == LINEAR:
             return {} if self.asked.allowed.refused else {c.name: [c] for c in linear_candidates(self.problem)}
-        asked, softmax = self.asked, {letter: its for letter, its in self._problems.items() if letter != LINEAR}
-        allowed = replace(asked.allowed, stock=asked.allowed.stock and LINEAR not in self._problems)
-        first, *more = (candidates(its, asked.fp8, allowed) for its in softmax.values())
+        query, softmax = self.asked, {letter: its for letter, its in self._problems.items() if letter != LINEAR}
+        allowed = replace(query.allowed, stock=query.allowed.stock and LINEAR not in self._problems)
+        first, *more = (candidates(its, query.fp8, allowed) for its in softmax.values())
         also = [{c.flags for some in others.values() for c in some} for others in more]
         suiting = {name: [c for c in some if all(c.flags in flags for flags in also)] for name, some in first.items()}
         return {name: some for name, some in suiting.items() if some}
@@ -220,11 +220,11 @@ class _Search:
             self.bounds[name] = some[0][0]
             if some[0][0] > self._hopeless * best:
                 continue
-            found = self._best_of(some)
-            self.priced[name] = found
-            if self.asked.fits(found.footprint):
-                best = min(best, found.iteration.seconds)
-            yield found
+            priced = self._best_of(some)
+            self.priced[name] = priced
+            if self.asked.fits(priced.footprint):
+                best = min(best, priced.iteration.seconds)
+            yield priced
 
     def _ordered(self, some: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
         """Sort by lower bounds, lowest first; of equals the largest head axis, which exchanges least often."""
@@ -249,10 +249,10 @@ class _Search:
         for bound, candidate in some:
             if best is not None and self.asked.fits(best.footprint) and _enough(in_vain, bound, best.iteration.seconds):
                 break
-            found = self._price(candidate)
-            in_vain.append(found.events)
-            if best is None or self.rank(found) < self.rank(best):
-                best, in_vain = found, []
+            priced = self._price(candidate)
+            in_vain.append(priced.events)
+            if best is None or self.rank(priced) < self.rank(best):
+                best, in_vain = priced, []
         assert best is not None
         near = variants(best.candidate, self.asked.allowed)
         self.tried += len(near)
@@ -299,17 +299,17 @@ def _enough(in_vain: Sequence[int], bound: float, best: float) -> bool:
     return bound >= best or hardly or sum(in_vain) >= _PATIENCE or (len(in_vain) > 1 and in_vain[-1] >= _LONG)
 
 
-def _what_would_fit(asked: Asked) -> str:
+def _what_would_fit(query: Asked) -> str:
     """Message naming the shape that needs least memory."""
-    needs = {shape: footprint(asked.model, add_recomputation(shape, stock=True)) for shape in asked.shapes}
+    needs = {shape: footprint(query.model, add_recomputation(shape, stock=True)) for shape in query.shapes}
     shape = min(needs, key=lambda s: needs[s].total)
     parts = ", ".join(f"{name} {show_bytes(n)}" for name, n in needs[shape].parts.items())
     advice = "more devices (--devices), a shorter --seq-length, a smaller model, or a device with more memory"
     if shape.recompute != "full":
         advice = f"--recompute-granularity full, {advice}"
     return (
-        f"nothing fits: {asked.model.name} with {shape.seq_length} tokens on {shape.devices} devices needs at least "
+        f"nothing fits: {query.model.name} with {shape.seq_length} tokens on {shape.devices} devices needs at least "
         f"{show_bytes(needs[shape].total)} on each ({parts}), with tensor {shape.tensor}, pipeline {shape.pipeline}, "
-        f"context {shape.context}, recomputation {shape.recompute}; {asked.cluster.device.name} has "
-        f"{show_bytes(asked.memory)}. Use {advice}"
+        f"context {shape.context}, recomputation {shape.recompute}; {query.cluster.device.name} has "
+        f"{show_bytes(query.memory)}. Use {advice}"
     )

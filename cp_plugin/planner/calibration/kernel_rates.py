@@ -55,7 +55,7 @@ ON_CUDA = Sizes(
 
 
 class Timed(NamedTuple):
-    asked: Attention
+    event: Attention
     seconds: float
 
 
@@ -63,9 +63,9 @@ def seconds_each(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds per call with all ranks calling repeatedly: harmonic mean over ranks. Collective."""
     call()
     dist.barrier()
-    mine = _time_on_cuda(call) if device.type == "cuda" else _time_on_cpu(call)
-    found = gather_objects(1 / mine)
-    return len(found) / sum(found)
+    own_seconds = _time_on_cuda(call) if device.type == "cuda" else _time_on_cpu(call)
+    rates = gather_objects(1 / own_seconds)
+    return len(rates) / sum(rates)
 
 
 def _time_on_cpu(call: Callable[[], Any]) -> float:
@@ -99,18 +99,18 @@ def attention(device: torch.device, dtype: torch.dtype, sizes: Sizes, shown: Sho
                 shown(f"attention in {name}, {rows} x {keys}{', causal' * causal}, {heads} heads")
                 shape = Shape(rows, keys, 0 if causal else keys - 1)
                 for direction, call in _calls(chosen.kernel, shape, heads, sizes.head_dim, dtype, device).items():
-                    asked = Attention(direction, (shape,), rows, heads, sizes.head_dim, sizes.head_dim, name)
-                    times[direction].append(Timed(asked, seconds_each(call, device)))
+                    event = Attention(direction, (shape,), rows, heads, sizes.head_dim, sizes.head_dim, name)
+                    times[direction].append(Timed(event, seconds_each(call, device)))
     return as_kernel(times["forward"], times["backward"], f"measured: {chosen.name}")
 
 
 def as_kernel(forward: Sequence[Timed], backward: Sequence[Timed], source: str) -> Kernel:
     """Rates and block size that fit the times best."""
     fits = {block: [_fitted(timed, block) for timed in (forward, backward)] for block in _BLOCKS}
-    block = min(fits, key=lambda block: sum(found.error**2 for found in fits[block]))
+    block = min(fits, key=lambda block: sum(fitted.error**2 for fitted in fits[block]))
     rates = (
         Rate(flops_per_s=1 / max(flop, 1e-16), overhead_s=overhead, row_s=row)
-        for overhead, row, flop in (found.figures for found in fits[block])
+        for overhead, row, flop in (fitted.figures for fitted in fits[block])
     )
     return Kernel(forward=next(rates), backward=next(rates), block=block, source=source)
 
@@ -125,11 +125,11 @@ def _calls(
     mask = Mask.from_arguments(causal=shape.diagonal == 0)
     block = Block((range(shape.rows),), (range(shape.keys),), mask, Scores(head_dim**-0.5))
     queries, kv = Queries(q), KeyValues(k, v)
-    found = kernel.forward(queries, kv, block)
-    assert found is not None, "it finds the tile empty"
+    part = kernel.forward(queries, kv, block)
+    assert part is not None, "it finds the tile empty"
     wide = accumulation_dtype(dtype)
-    delta = (dout.to(wide) * found.out.to(wide)).sum(-1)
-    with_dout = Queries(q, dout, found.lse, delta)
+    delta = (dout.to(wide) * part.out.to(wide)).sum(-1)
+    with_dout = Queries(q, dout, part.lse, delta)
     return {
         "forward": lambda: kernel.forward(queries, kv, block),
         "backward": lambda: kernel.backward(with_dout, kv, block),
@@ -138,7 +138,7 @@ def _calls(
 
 def _fitted(timed: Sequence[Timed], block: tuple[int, int]) -> Fit:
     """Seconds per call, per query token and head, and per FLOP."""
-    work = [(1.0, float(t.asked.heads * t.asked.rows), float(kernel_time.flops(t.asked, block))) for t in timed]
+    work = [(1.0, float(t.event.heads * t.event.rows), float(kernel_time.flops(t.event, block))) for t in timed]
     return fit(work, [t.seconds for t in timed])
 
 
@@ -169,16 +169,16 @@ def memory(device: torch.device, sizes: Sizes, shown: Shown) -> tuple[float, flo
 
 def _counted(operation: Callable[..., Any], tensors: Sequence[Tensor], *, one: bool) -> tuple[float, float]:
     """Launches and bytes as counted by ``Passes``; ``one``: an operation of ``fused`` is one kernel."""
-    found = [0.0, 0.0]
+    counts = [0.0, 0.0]
 
     def add(nbytes: int, launches: int) -> None:
-        found[0] += launches
-        found[1] += nbytes
+        counts[0] += launches
+        counts[1] += nbytes
 
     without_data = [torch.empty_like(t, device="meta") for t in tensors]
     with Passes(add, lambda flops, dtype: None, Meter()) as passes, observed(passes.one_pass if one else None):
         operation(*without_data)
-    return found[0], found[1]
+    return counts[0], counts[1]
 
 
 class Fit(NamedTuple):
@@ -202,8 +202,8 @@ def fit(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
         raise ValueError(f"times must be positive, not {taken.min():g} s")
     relative = rows / taken[:, None]
     columns = range(rows.shape[1])
-    found = [_fit(relative, list(chosen)) for n in columns for chosen in combinations(columns, n + 1)]
-    return min((f for f in found if min(f.figures) >= 0), key=lambda f: f.error)
+    fits = [_fit(relative, list(chosen)) for n in columns for chosen in combinations(columns, n + 1)]
+    return min((f for f in fits if min(f.figures) >= 0), key=lambda f: f.error)
 
 
 def _fit(relative: np.ndarray, chosen: list[int]) -> Fit:

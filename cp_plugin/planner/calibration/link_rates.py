@@ -77,10 +77,10 @@ class Measured:
         intra = self._link(profile, self._by_node, INTRA, "inside a node") if self.per_node > 1 else None
         inter, nics = (intra, self.per_node) if self._nodes == 1 else self._measure_nodes(profile)
         assert inter is not None
-        found = override(profile, intra=intra or inter, inter=inter, nics=nics)
+        measured = override(profile, intra=intra or inter, inter=inter, nics=nics)
         verbs: tuple[Verb, ...] = ("all_to_all", "reduce_scatter", "all_gather") if self._nodes > 1 else ()
-        own = {verb: self._collective(verb, found) for verb in verbs}
-        return {"intra": found.intra, "inter": found.inter.model_copy(update={"verbs": own}), "nics": nics}
+        own = {verb: self._collective(verb, measured) for verb in verbs}
+        return {"intra": measured.intra, "inter": measured.inter.model_copy(update={"verbs": own}), "nics": nics}
 
     def sample(self, mesh: Mesh, verb: Verb, axis: str, nbytes: int, *, takes_part: bool = True) -> Sample:
         """Median of three rounds, each timed by its slowest rank."""
@@ -210,13 +210,15 @@ def calibrate(
     """
     size, on_cuda = dist.get_world_size(), device.type == "cuda"
     sharing = gather_hosts()
-    here = sharing.count(sharing[dist.get_rank()])  # ranks on this host, which on the CPU share its memory and cores
+    local = sharing.count(sharing[dist.get_rank()])  # ranks on this host, which on the CPU share its memory and cores
     links = Measured(hosts or sharing, device, shown)
     sizes = kernel_rates.ON_CUDA if on_cuda else kernel_rates.ON_CPU
     sizes = sizes._replace(head_dim=head_dim or sizes.head_dim)
     bytes_per_s, launch_s = kernel_rates.memory(device, sizes, shown)
     every = {dtype_name(dtype): dtype for dtype in dtypes or DTYPES[device.type]}
-    memory = torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total // here
+    memory = (
+        torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total // local
+    )
     measured_device = Device(
         name=torch.cuda.get_device_name(device) if on_cuda else "cpu",
         memory_bytes=float(memory),
@@ -224,7 +226,7 @@ def calibrate(
         gemm_flops_per_s={n: kernel_rates.products(device, t, sizes, shown) for n, t in every.items()},
         attention={n: kernel_rates.attention(device, t, sizes, shown) for n, t in every.items()},
         launch_s=launch_s,
-        shared_by=0 if on_cuda else math.ceil(here / len(os.sched_getaffinity(0))),
+        shared_by=0 if on_cuda else math.ceil(local / len(os.sched_getaffinity(0))),
         source=f"measured with all ranks at work, heads of {sizes.head_dim}",
     )
     not_yet = Link(latency_s=0.0, bytes_per_s=1e9)

@@ -127,8 +127,8 @@ def _longest(shape: Shape, direction: Direction, block: tuple[int, int]) -> int:
 
 def flops(event: Attention, block: tuple[int, int] = (1, 1)) -> int:
     """FLOPs of the visible (query, key) pairs in whole blocks; a backward pass recomputes the scores."""
-    found = sum(n * pairs(shape, block) for shape, n in Counter(event.shapes).items())
-    return found * event.heads * _each(event)
+    seen = sum(n * pairs(shape, block) for shape, n in Counter(event.shapes).items())
+    return seen * event.heads * _each(event)
 
 
 def _each(event: Attention) -> int:
@@ -159,10 +159,10 @@ def products_per_s(device: Device, dtype: str) -> float:
 
 
 def _find[T](device: Device, rates: Mapping[Dtype, T], dtype: str, what: str) -> T:
-    found = rates.get(dtype) or rates.get(_ALIKE.get(dtype, dtype))  # type: ignore[call-overload]
-    if found is None:
+    rate = rates.get(dtype) or rates.get(_ALIKE.get(dtype, dtype))  # type: ignore[call-overload]
+    if rate is None:
         raise ValueError(not_one_of(f"the profile of {device.name} has no {what} rate for {dtype}", dtype, rates))
-    return found
+    return rate
 
 
 _ALIKE = {"float16": "bfloat16", "bfloat16": "float16"}

@@ -56,17 +56,17 @@ class Links:
 
     def least(self, axis: str, nbytes: float) -> tuple[Level, float]:
         """Lower bound over all verbs that send ``nbytes`` from each rank along the axis."""
-        inter, here = self.cluster.inter, 0
+        inter, local = self.cluster.inter, 0
         if axis != WHOLE:
             nodes = self.nodes[self.members(axis, 0)]
-            here = int((nodes == nodes[0]).sum())
-            if here == len(nodes):
+            local = int((nodes == nodes[0]).sum())
+            if local == len(nodes):
                 return "intra", nbytes / self.cluster.intra.fastest
         fastest = inter.fastest
         card = fastest * self.cluster.nics / self.cluster.per_node
         own = fastest * max(1, self.cluster.nics // self.cluster.per_node)
         n = self.axes.get(axis, 1)
-        return "inter", min(nbytes / own, nbytes / max(1, here) / card, nbytes * (n - here) / max(1, n - 1) / card)
+        return "inter", min(nbytes / own, nbytes / max(1, local) / card, nbytes * (n - local) / max(1, n - 1) / card)
 
     def members(self, axis: str, rank: int) -> np.ndarray:
         """Mask of the ranks on the axis through this one; for the whole mesh all ranks."""
@@ -153,15 +153,15 @@ class Links:
         """Whether a collective's messages go to each rank, and inside the node and out of it: bytes and messages."""
         nodes = self.nodes[same]
         n, inside = len(nodes), nodes == self.nodes[rank]
-        here = int(inside.sum())
+        local = int(inside.sum())
         if post.each:
             each = np.asarray(post.each)
             sent, steps = ([of(each[at]) for at in (inside, ~inside)] for of in (np.sum, np.count_nonzero))
             return True, sent, steps
         if self.cluster.transport == "gloo" or post.verb == "all_to_all":
-            steps = [here - 1, n - here]
+            steps = [local - 1, n - local]
             return True, [post.nbytes * (peers / (n - 1)) for peers in steps], steps
-        return False, [post.nbytes, post.nbytes * (1 / here)], [here - 1, len(np.unique(nodes)) - 1]
+        return False, [post.nbytes, post.nbytes * (1 / local)], [local - 1, len(np.unique(nodes)) - 1]
 
     def _ring(self, post: Post, ranks: int, nodes: int, busy: Sequence[tuple[Level, float]]) -> Cost:
         """The fastest of NCCL's protocols, given ``busy`` at full rates."""
@@ -171,11 +171,11 @@ class Links:
             latency = (nodes - 1) * self.cluster.inter.link(post.verb).latency_s
             return Cost(latency + max(s for _, s in busy), tuple(busy))
         full = max(s for _, s in busy)
-        found = [
+        by_protocol = [
             (p.latency(ranks, nodes, inside, between or inside) + full / p.share, p.share)
             for p in protocols(ranks, nodes, inside)
         ]
-        seconds, share = min(found)
+        seconds, share = min(by_protocol)
         return Cost(seconds, tuple((level, s / share) for level, s in busy))
 
     def _steps_around(self, post: Post, rank: int, same: np.ndarray) -> Cost:

@@ -32,14 +32,14 @@ def parse[T: BaseModel](path: Path, kind: type[T], named: Named | None = None) -
 
 def resolved(values: Mapping[str, Any], named: Named, what: str) -> dict[str, Any]:
     """Look up names in the fields of ``named``; ValueError that begins with ``what``."""
-    found = dict(values)
-    for field in named.keys() & found.keys():
-        if isinstance(found[field], str):
+    looked_up = dict(values)
+    for field in named.keys() & looked_up.keys():
+        if isinstance(looked_up[field], str):
             try:
-                found[field] = named[field](found[field])
+                looked_up[field] = named[field](looked_up[field])
             except ValueError as error:
                 raise ValueError(f"{what}: {field}: {error}") from None
-    return found
+    return looked_up
 
 
 def validated[T: BaseModel](kind: type[T], values: Mapping[str, Any], what: str) -> T:

@@ -64,10 +64,10 @@ class Meter(Mode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(x) for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)}
+        inputs = {_storage(x) for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, Tensor) and _storage(x) not in given:
+            if isinstance(x, Tensor) and _storage(x) not in inputs:
                 self.count(x)
         return result
 

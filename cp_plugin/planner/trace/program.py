@@ -51,8 +51,8 @@ class Program:
 
     def pairs(self) -> int:
         """Visible (query, key) pairs of the forward pass, over heads and batch."""
-        found = (e for e in self.forward if isinstance(e, Attention))
-        return sum(Tile(range(s.rows), range(s.keys), s.diagonal).pairs * e.heads for e in found for s in e.shapes)
+        kernels = (e for e in self.forward if isinstance(e, Attention))
+        return sum(Tile(range(s.rows), range(s.keys), s.diagonal).pairs * e.heads for e in kernels for s in e.shapes)
 
 
 def join_tiles(of: Program) -> Program:
@@ -198,7 +198,7 @@ class _Planned:
     def __init__(self, events: list[Event], problem: Problem) -> None:
         self._events, self._problem = events, problem
 
-    def _asked(self, direction: Direction, shapes: tuple[Shape, ...], q: Tensor, auto: Auto | None = None) -> None:
+    def _launch(self, direction: Direction, shapes: tuple[Shape, ...], q: Tensor, auto: Auto | None = None) -> None:
         p, heads, kind = self._problem, q.size(1) * q.size(2), dtype_name(q.dtype)
         self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, kind, auto))
 
@@ -210,13 +210,13 @@ class _Planned:
         (in_order, q_order), (k_in_order, k_order) = (sort_positions(side, _CPU) for side in (rows, keys))
         unsorted = tuple(0 if order is None else x.size(0) for x, order in ((q, q_order), (k, k_order)))
         auto = Auto(_shapes(in_order, k_in_order, mask), k.size(0), k.size(1) * k.size(2), *unsorted)
-        self._asked("forward" if queries.dout is None else "backward", _shapes(rows, keys, mask), q, auto)
+        self._launch("forward" if queries.dout is None else "backward", _shapes(rows, keys, mask), q, auto)
 
     def unsupported(self, *_: Any) -> None:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, diagonal: int, scores: Scores) -> tuple[Tensor, Tensor]:
-        self._asked("forward", (Shape(q.size(0), k.size(0), diagonal),), q)
+        self._launch("forward", (Shape(q.size(0), k.size(0), diagonal),), q)
         return results(q, v)
 
     def row_term(self, dout: Tensor, delta: Tensor) -> Tensor:
@@ -225,14 +225,14 @@ class _Planned:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, term: Tensor, diagonal: int, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._asked("backward", (Shape(q.size(0), k.size(0), diagonal),), q)
+        self._launch("backward", (Shape(q.size(0), k.size(0), diagonal),), q)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _linear_kernel(events: list[Event], problem: Problem) -> kernels.Kernel:
     """Chunked linear attention within segments: per token the products with a state, and those within a chunk."""
 
-    def asked(x: Tokens, times: int) -> None:
+    def multiply(x: Tokens, times: int) -> None:
         t, b, h, d = x.q.shape
         e = x.v.size(3)
         chunk = min(t, CHUNK)
@@ -240,11 +240,11 @@ def _linear_kernel(events: list[Event], problem: Problem) -> kernels.Kernel:
         events.append(Products(flops, times, dtype_name(x.q.dtype)))
 
     def forward(x: Tokens) -> Tensor:
-        asked(x, 1)
+        multiply(x, 1)
         return x.q.new_empty((*x.q.shape[:3], x.v.size(3)), dtype=accumulation_dtype(x.q.dtype))
 
     def backward(dout: Tensor, x: Tokens) -> tuple[Tensor, ...]:
-        asked(x, 3)  # the forward pass again, and twice as much
+        multiply(x, 3)  # the forward pass again, and twice as much
         return tuple(torch.empty_like(y) for y in x.differentiable)
 
     return kernels.Kernel("planned", forward, backward)

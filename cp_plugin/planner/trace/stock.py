@@ -159,8 +159,8 @@ class _AllGather:
     def _attend(self, direction: Direction, q: Tensor) -> None:
         """Both chunks' kernels, on two streams."""
         p = self._problem
-        found = (t for chunk in self._chunks for t in tiles(chunk.rows, (chunk.keys,), self._mask))
-        shapes = tuple(Shape(len(t.q), len(t.k), t.diagonal) for t in found)
+        seen = (t for chunk in self._chunks for t in tiles(chunk.rows, (chunk.keys,), self._mask))
+        shapes = tuple(Shape(len(t.q), len(t.k), t.diagonal) for t in seen)
         heads, kind = q.size(1) * q.size(2), dtype_name(q.dtype)
         self._events.append(Attention(direction, shapes, q.size(0), heads, p.head_dim, p.v_head_dim, kind))
 
@@ -183,9 +183,9 @@ class _AllGather:
                 self._pass(x)
 
     def _zeros(self, shape: Sequence[int]) -> Tensor:
-        found = empty(shape, self._problem.dtype)
-        self._pass(found)
-        return found
+        zeros = empty(shape, self._problem.dtype)
+        self._pass(zeros)
+        return zeros
 
     def _pass(self, *tensors: Tensor, share: int = 1) -> None:
         self._events.append(Memory(sum(x.numel() * x.element_size() for x in tensors) // share, 1))

@@ -100,12 +100,12 @@ def programs_of(
     setup: Setup, ranks: Iterable[int], *, tiled: bool = False, trace: Trace = program
 ) -> dict[int, Program]:
     """Programs of these ranks; of all, if messages do not imply what the others do, unless documents are packed."""
-    found = {index: trace(setup, index, tiled=tiled) for index in ranks}
-    posts = (e for p in found.values() for e in (*p.forward, *p.backward) if isinstance(e, Post))
+    programs = {index: trace(setup, index, tiled=tiled) for index in ranks}
+    posts = (e for p in programs.values() for e in (*p.forward, *p.backward) if isinstance(e, Post))
     own = (post.each or (post.verb == "exchange" and None in (post.to, post.source)) for post in posts)
     if not setup.problem.bounds and any(own):
         return {index: trace(setup, index, tiled=tiled) for index in range(setup.problem.size)}
-    return found
+    return programs
 
 
 def run(setup: Setup, programs: Mapping[int, Program], cluster: Cluster, stride: int = 1) -> Timeline:

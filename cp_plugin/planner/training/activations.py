@@ -38,8 +38,8 @@ def kept(model: Model, parallel: Parallel, number: int) -> float:
     recomputed, too, attention's results."""
     if parallel.recompute == "full":
         results = () if parallel.recompute_attention else ("attention output", "attention lse")
-        found = (tensor.nbytes for tensor in _attention(model, parallel, number) if tensor.name in results)
-        return layer_input(model, parallel) / parallel.recompute_group + sum(found)
+        results_bytes = (tensor.nbytes for tensor in _attention(model, parallel, number) if tensor.name in results)
+        return layer_input(model, parallel) / parallel.recompute_group + sum(results_bytes)
     dropped = set(parallel.recompute_modules) if parallel.recompute == "selective" else set()
     if not parallel.recompute_attention:
         dropped -= {"core_attn"}
@@ -65,26 +65,26 @@ def ffn_gradients(model: Model, parallel: Parallel, number: int) -> float:
 def _attention(model: Model, parallel: Parallel, number: int) -> list[Kept]:
     rows, b, tp = parallel.tokens, parallel.element, parallel.tensor
     hidden = layer_input(model, parallel)
-    found = [Kept("attention norm input", hidden), Kept("attention norm output", hidden, "layernorm")]
+    parts = [Kept("attention norm input", hidden), Kept("attention norm output", hidden, "layernorm")]
     heads, kv_heads = model.heads / tp, max(1.0, model.kv_heads / tp)
     if model.latent:
         # each latent vector before and after its norm; the rotated key part
         compressed = 2 * model.q_rank + 2 * model.kv_rank + model.rope_dim
-        found.append(Kept("compressed q, k and v", rows * compressed * b / parallel.sequence_split))
+        parts.append(Kept("compressed q, k and v", rows * compressed * b / parallel.sequence_split))
         kv_heads = heads
     sizes = heads * model.head_dim + kv_heads * (model.head_dim + model.v_head_dim)
-    found.append(Kept("q, k and v", rows * sizes * b, "mla_up_proj" if model.latent else ""))
-    found.append(Kept("allocated with v", rows * _kept_with_v(model, number, heads, kv_heads) * b))
+    parts.append(Kept("q, k and v", rows * sizes * b, "mla_up_proj" if model.latent else ""))
+    parts.append(Kept("allocated with v", rows * _kept_with_v(model, number, heads, kv_heads) * b))
     if model.attention_of(number) == LINEAR:
         kind = variants()[model.linear]
         if kind.features is not IDENTITY:
             features = kind.features.size(model.head_dim)
-            found.append(Kept("features of q and k", rows * (heads + kv_heads) * features * b))
+            parts.append(Kept("features of q and k", rows * (heads + kv_heads) * features * b))
         if kind.gated:
-            found.append(Kept("log decays", rows * kv_heads * model.head_dim * LSE))
+            parts.append(Kept("log decays", rows * kv_heads * model.head_dim * LSE))
     else:
-        found.append(Kept("attention lse", rows * heads * LSE, "core_attn"))
-    return [*found, Kept("attention output", rows * heads * model.v_head_dim * b)]
+        parts.append(Kept("attention lse", rows * heads * LSE, "core_attn"))
+    return [*parts, Kept("attention output", rows * heads * model.v_head_dim * b)]
 
 
 def _kept_with_v(model: Model, number: int, heads: float, kv_heads: float) -> float:
@@ -99,14 +99,14 @@ def _kept_with_v(model: Model, number: int, heads: float, kv_heads: float) -> fl
 def _ffn(model: Model, parallel: Parallel, number: int) -> list[Kept]:
     b, up = parallel.element, 2 if model.gated else 1
     hidden = layer_input(model, parallel)
-    found = [Kept("FFN norm input", hidden), Kept("FFN norm output", hidden, "layernorm")]
+    parts = [Kept("FFN norm input", hidden), Kept("FFN norm output", hidden, "layernorm")]
     if model.ffn_of(number) != EXPERTS:
         width = _width(model, parallel, number)
-        return [*found, Kept("FFN first product", up * width * b, "mlp"), Kept("FFN activation", width * b, "mlp")]
+        return [*parts, Kept("FFN first product", up * width * b, "mlp"), Kept("FFN activation", width * b, "mlp")]
     rows = parallel.tokens / parallel.sequence_split
     sent = parallel.expert_tokens * model.top_k  # tokens are spread evenly over the experts
     middle = sent * model.expert_hidden / parallel.expert_tensor
-    found += [
+    parts += [
         Kept("router", 2 * rows * model.experts * LSE, "moe"),  # scores and probabilities
         Kept("tokens of experts", sent * model.hidden * b, "moe"),
         Kept("experts' first product", up * middle * b, "moe"),
@@ -114,10 +114,10 @@ def _ffn(model: Model, parallel: Parallel, number: int) -> list[Kept]:
     ]
     if model.shared_hidden:
         width = parallel.tokens * model.shared_hidden / parallel.tensor
-        found.append(Kept("shared expert", (up + 1) * width * b, "shared_experts"))
+        parts.append(Kept("shared expert", (up + 1) * width * b, "shared_experts"))
     if parallel.recompute == "selective" and "moe" in parallel.recompute_modules:
-        return [tensor._replace(module="moe") if tensor.module not in ("", "layernorm") else tensor for tensor in found]
-    return found
+        return [tensor._replace(module="moe") if tensor.module not in ("", "layernorm") else tensor for tensor in parts]
+    return parts
 
 
 def _width(model: Model, parallel: Parallel, number: int) -> float:

@@ -88,7 +88,7 @@ def footprint(
     check(model, parallel)
     further = COMMUNICATOR * max(0, communicators - 1)
     stages = [_stage(model, parallel, stage, max(attention_peaks), further) for stage in range(parallel.pipeline)]
-    return max(stages, key=lambda found: found.total)
+    return max(stages, key=lambda stage: stage.total)
 
 
 def count_in_flight(parallel: Parallel, stage: int) -> float:
@@ -98,8 +98,8 @@ def count_in_flight(parallel: Parallel, stage: int) -> float:
     (arXiv 2104.04473, section 2.2).
     """
     p, v = parallel.pipeline, parallel.virtual
-    found = p - stage if v == 1 else (2 * (p - stage - 1) + (v - 1) * p + 1) / v
-    return min(found, parallel.microbatches)
+    most = p - stage if v == 1 else (2 * (p - stage - 1) + (v - 1) * p + 1) / v
+    return min(most, parallel.microbatches)
 
 
 def stage_weights(model: Model, parallel: Parallel, stage: int) -> Weights:
@@ -108,15 +108,15 @@ def stage_weights(model: Model, parallel: Parallel, stage: int) -> Weights:
     A tied embedding is on the first and the last stage.
     """
     vocab, last = parallel.padded(model.vocab), stage == parallel.pipeline - 1
-    found: list[Weights] = []
+    parts: list[Weights] = []
     layers = parallel.layers(model, stage)
     for number, n in model.alike(layers).items():
-        found += [weights.attention(model, number), weights.ffn(model, number)] * n
-    found += [weights.prediction(model)] * sum(number >= model.layers for number in layers)
+        parts += [weights.attention(model, number), weights.ffn(model, number)] * n
+    parts += [weights.prediction(model)] * sum(number >= model.layers for number in layers)
     embedded = stage == 0 or (last and (model.tied or model.predicted > 0))
-    found += [weights.embedding(model, vocab)] * embedded
-    found += [weights.head(model, vocab)] * last
-    return weights.summed(found)
+    parts += [weights.embedding(model, vocab)] * embedded
+    parts += [weights.head(model, vocab)] * last
+    return weights.summed(parts)
 
 
 def whole(model: Model) -> Weights:

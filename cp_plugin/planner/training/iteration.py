@@ -190,12 +190,12 @@ class _Stage(NamedTuple):
         return sum(self[:-3])
 
     @property
-    def beside_backward(self) -> float:
+    def hides_gradients(self) -> float:
         """Seconds available to hide gradient collectives: layers compute and the card is free."""
         return max(0.0, self.backward - self.on_card)
 
     @property
-    def beside_forward(self) -> float:
+    def hides_parameters(self) -> float:
         """Seconds available to hide parameter gathering."""
         return max(0.0, self.seconds - self.backward - self.forward_on_card)
 
@@ -208,8 +208,8 @@ def iteration(
     attention: seconds of one call; or by letter of ``Model.attention_pattern``.
     """
     check(model, parallel)
-    given = dict.fromkeys(model.attention_pattern, attention) if isinstance(attention, Seconds) else attention
-    stages = [_stage(model, parallel, cluster, given, n) for n in range(parallel.pipeline)]
+    calls = dict.fromkeys(model.attention_pattern, attention) if isinstance(attention, Seconds) else attention
+    stages = [_stage(model, parallel, cluster, calls, n) for n in range(parallel.pipeline)]
     last = [_update(model, parallel, cluster, n, stage) for n, stage in enumerate(stages)]
     one, m = max(stages, key=lambda stage: stage.seconds), parallel.microbatches
     filling = sum(stage.seconds for stage in stages) - one.seconds
@@ -298,10 +298,10 @@ def _exposed(p: Parallel, stage: _Stage, sums: float, gathers: float, elements: 
     They overlap with the last backward and the first forward, except for one bucket each.
     """
     if p.zero == 3:  # parameters gathered for every forward and backward, gradients reduced after every backward pass
-        forward = max(0.0, gathers - stage.beside_forward * p.overlap_parameters)
-        backward = max(0.0, gathers + sums - stage.beside_backward * p.overlap_gradients)
+        forward = max(0.0, gathers - stage.hides_parameters * p.overlap_parameters)
+        backward = max(0.0, gathers + sums - stage.hides_gradients * p.overlap_gradients)
         return p.microbatches * (forward + backward)
     bucket = min(1.0, max(BUCKET, 1_000_000 * p.sharers) / max(1.0, elements))
-    summing = max(sums - stage.beside_backward, sums * bucket) if p.overlap_gradients else sums
-    gathering = max(gathers - stage.beside_forward, gathers * bucket) if p.overlap_parameters else gathers
+    summing = max(sums - stage.hides_gradients, sums * bucket) if p.overlap_gradients else sums
+    gathering = max(gathers - stage.hides_parameters, gathers * bucket) if p.overlap_parameters else gathers
     return summing + gathering

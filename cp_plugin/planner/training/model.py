@@ -136,8 +136,8 @@ def check_sizes(prefix: str, of: object, positive: Iterable[str], optional: Iter
         if getattr(of, name) < least
     ]
     if small:
-        found = ", ".join(f"{name} {value}" for name, value in small)
-        raise ValueError(f"{prefix}{found}: sizes must be 1 or more, optional ones 0 or more")
+        listed = ", ".join(f"{name} {value}" for name, value in small)
+        raise ValueError(f"{prefix}{listed}: sizes must be 1 or more, optional ones 0 or more")
 
 
 MOST_LAYERS = 100_000

@@ -154,7 +154,7 @@ def divided_alike(parallel: Parallel) -> Parallel:
 def problem(model: Model, parallel: Parallel, letter: str = SOFTMAX) -> Problem:
     """One attention call of a layer with that letter, after tensor parallelism; ValueError as for ``check``."""
     check(model, parallel)
-    found = Problem(
+    call = Problem(
         size=parallel.context,
         heads=model.heads // parallel.tensor,
         kv_heads=max(1, (model.heads if model.latent else model.kv_heads) // parallel.tensor),
@@ -166,12 +166,12 @@ def problem(model: Model, parallel: Parallel, letter: str = SOFTMAX) -> Problem:
         documents=bool(parallel.documents),
     )
     if letter != LINEAR and parallel.documents:
-        found = replace(found, bounds=tuple(accumulate(parallel.documents, initial=0)))
+        call = replace(call, bounds=tuple(accumulate(parallel.documents, initial=0)))
     if letter == WINDOW:
-        return replace(found, window=model.window)
+        return replace(call, window=model.window)
     if letter == LINEAR:
-        return variants()[model.linear].problem(found)
-    return found
+        return variants()[model.linear].problem(call)
+    return call
 
 
 def check(model: Model, parallel: Parallel) -> None:
@@ -209,9 +209,9 @@ def _check_sizes(p: Parallel) -> None:
         {"expert-tensor": p.expert_tensor, "expert-model": p.expert, "pipeline-model": p.pipeline},
     ):
         if p.devices % (size := prod(axes.values())):
-            given = " x ".join(f"--{axis}-parallel-size {n}" for axis, n in axes.items())
+            product = " x ".join(f"--{axis}-parallel-size {n}" for axis, n in axes.items())
             raise ValueError(
-                f"{p.devices} devices cannot be divided by {given} = {size}: use a multiple of {size} devices, or "
+                f"{p.devices} devices cannot be divided by {product} = {size}: use a multiple of {size} devices, or "
                 "smaller sizes"
             )
     _divides("--context-parallel-size", p.context, p.seq_length, "tokens of --seq-length")
