@@ -94,12 +94,12 @@ class Gain(NamedTuple):
 def gain(plan: Plan, ours: Priced, stock: Priced) -> Gain:
     """Where a gain over stock Megatron comes from: our method is priced in stock's shape, too, or if it cannot run
     there, the fastest of ours that can. Simulated once, however often it is printed."""
-    there, allowed = stock.parallel, replace(plan.asked.allowed, stock=False)
+    there, allowed = stock.parallel, replace(plan.query.allowed, stock=False)
     kept = replace(there, recompute_attention=ours.parallel.recompute_attention)
-    every = [replace(divided_alike(kept), recompute=again) for again in RECOMPUTE] if plan.asked.free else []
+    every = [replace(divided_alike(kept), recompute=again) for again in RECOMPUTE] if plan.query.free else []
 
     def own(**changes: Any) -> Priced:
-        some = answer(replace(plan.asked, allowed=allowed, **changes), worth=KNOWN_ERROR).found
+        some = answer(replace(plan.query, allowed=allowed, **changes), worth=KNOWN_ERROR).found
         able = [p for p in some if plan.fits(p)] or some
         named = [p for p in able if p.candidate.name == ours.candidate.name] or able
         return min(named, key=lambda p: p.iteration.seconds)

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from cp_plugin.engine.common.text import show_bytes
-from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.candidates import DEFAULT, Candidate, candidates, linear_candidates, refusals, variants
 from cp_plugin.planner.errors import KNOWN_ERROR, tie, typical_error
 from cp_plugin.planner.price import (
@@ -24,6 +23,7 @@ from cp_plugin.planner.price import (
     simulated,
     trained,
 )
+from cp_plugin.planner.query import Query
 from cp_plugin.planner.training.footprint import Footprint, footprint
 from cp_plugin.planner.training.iteration import iteration
 from cp_plugin.planner.training.model import LINEAR
@@ -50,7 +50,7 @@ class Lost(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    asked: Asked
+    query: Query
     found: Sequence[Priced]
     """Each method's best candidate: those that tie, simplest first, then the others, fastest first. What does not fit
     the memory comes last."""
@@ -78,11 +78,11 @@ class Plan:
         return find_faster(priced, self.found[: self.tied])
 
     def fits(self, priced: Priced) -> bool:
-        return self.asked.fits(priced.footprint)
+        return self.query.fits(priced.footprint)
 
 
 def answer(
-    query: Asked, *, hopeless: float = _HOPELESS, worth: float = WORTH, progress: Progress = lambda text: None
+    query: Query, *, hopeless: float = _HOPELESS, worth: float = WORTH, progress: Progress = lambda text: None
 ) -> Plan:
     """Find each method's best candidate in the best of the shapes: one shape for our methods, one for stock Megatron's.
 
@@ -114,7 +114,7 @@ def answer(
     return _answer(query, chosen, every)
 
 
-def _choices(query: Asked, *, stock: bool) -> list[list[Parallel]]:
+def _choices(query: Query, *, stock: bool) -> list[list[Parallel]]:
     """Each division of the model with its recomputations, as they are on this side."""
     divisions: dict[Parallel, list[Parallel]] = {}
     for shape in query.shapes:
@@ -122,7 +122,7 @@ def _choices(query: Asked, *, stock: bool) -> list[list[Parallel]]:
     return [[*some, *(selections(query.model, some[0]) if query.free else ())] for some in divisions.values()]
 
 
-def _answer(query: Asked, searches: Sequence[_Search], every: Sequence[_Search]) -> Plan:
+def _answer(query: Query, searches: Sequence[_Search], every: Sequence[_Search]) -> Plan:
     """The methods of these searches, one for each side, out of ``every`` search."""
     for search in searches:
         if not search.priced:  # no shape was searched for the fastest
@@ -132,7 +132,7 @@ def _answer(query: Asked, searches: Sequence[_Search], every: Sequence[_Search])
     tied = tying(able)
     lost = [Lost(name, bound) for s in searches for name, bound in s.bounds.items() if name not in s.priced]
     return Plan(
-        asked=query,
+        query=query,
         found=[*sorted(tied, key=_simplicity), *(p for p in methods if p not in tied)],
         tied=len(tied),
         lost=sorted(lost, key=lambda one: one.seconds),
@@ -171,7 +171,7 @@ def _fastest(searches: Sequence[_Search], worth: float) -> _Search | None:
         if best is not None and (1 + worth) * search.per_token >= 1 / best[1].tokens_per_s:
             continue
         for method in search.best():
-            if search.asked.fits(method.footprint) and (best is None or method.tokens_per_s > best[1].tokens_per_s):
+            if search.query.fits(method.footprint) and (best is None or method.tokens_per_s > best[1].tokens_per_s):
                 best = search, method
     return None if best is None else best[0]
 
@@ -179,9 +179,9 @@ def _fastest(searches: Sequence[_Search], worth: float) -> _Search | None:
 class _Search:
     """Search over the candidates of one shape."""
 
-    def __init__(self, query: Asked, shapes: Sequence[Parallel], hopeless: float, progress: Progress) -> None:
+    def __init__(self, query: Query, shapes: Sequence[Parallel], hopeless: float, progress: Progress) -> None:
         """shapes: the shape, with each recomputation to choose from."""
-        self.asked, self.shapes, self._hopeless, self._progress = query, shapes, hopeless, progress
+        self.query, self.shapes, self._hopeless, self._progress = query, shapes, hopeless, progress
         self.priced: dict[str, Priced] = {}
         """Method -> its best candidate."""
         self.bounds: dict[str, float] = {}
@@ -203,8 +203,8 @@ class _Search:
         """Method -> candidates that suit all kinds of softmax layers; linear ones, which stock Megatron has not, where
         there is no softmax layer."""
         if self.main == LINEAR:
-            return {} if self.asked.allowed.refused else {c.name: [c] for c in linear_candidates(self.problem)}
-        query, softmax = self.asked, {letter: its for letter, its in self._problems.items() if letter != LINEAR}
+            return {} if self.query.allowed.refused else {c.name: [c] for c in linear_candidates(self.problem)}
+        query, softmax = self.query, {letter: its for letter, its in self._problems.items() if letter != LINEAR}
         allowed = replace(query.allowed, stock=query.allowed.stock and LINEAR not in self._problems)
         first, *more = (candidates(its, query.fp8, allowed) for its in softmax.values())
         also = [{c.flags for some in others.values() for c in some} for others in more]
@@ -222,7 +222,7 @@ class _Search:
                 continue
             priced = self._best_of(some)
             self.priced[name] = priced
-            if self.asked.fits(priced.footprint):
+            if self.query.fits(priced.footprint):
                 best = min(best, priced.iteration.seconds)
             yield priced
 
@@ -233,12 +233,12 @@ class _Search:
 
     def _bound(self, candidate: Candidate) -> float:
         """Lower bound on an iteration."""
-        every = {**self._alone, self.main: least(candidate, self.asked.cluster, self._fastest.tensor)}
-        return iteration(self.asked.model, trained(candidate, self._fastest), self.asked.cluster, every).seconds
+        every = {**self._alone, self.main: least(candidate, self.query.cluster, self._fastest.tensor)}
+        return iteration(self.query.model, trained(candidate, self._fastest), self.query.cluster, every).seconds
 
     def _fastest_shape(self) -> Parallel:
         """Choose the recomputation that takes least time of those that fit without attention."""
-        model, cluster = self.asked.model, self.asked.cluster
+        model, cluster = self.query.model, self.query.cluster
         shapes = [*self.shapes, *self._recompute_layers(lambda shape: footprint(model, shape))]
         return min(shapes, key=lambda shape: iteration(model, shape, cluster, self._alone).seconds)
 
@@ -247,14 +247,14 @@ class _Search:
         best: Priced | None = None
         in_vain: list[int] = []
         for bound, candidate in some:
-            if best is not None and self.asked.fits(best.footprint) and _enough(in_vain, bound, best.iteration.seconds):
+            if best is not None and self.query.fits(best.footprint) and _enough(in_vain, bound, best.iteration.seconds):
                 break
             priced = self._price(candidate)
             in_vain.append(priced.events)
             if best is None or self.rank(priced) < self.rank(best):
                 best, in_vain = priced, []
         assert best is not None
-        near = variants(best.candidate, self.asked.allowed)
+        near = variants(best.candidate, self.query.allowed)
         self.tried += len(near)
         others = [self._price(c) for c in near if self._bound(c) < best.iteration.seconds]
         return min((best, *others), key=self.rank)
@@ -262,7 +262,7 @@ class _Search:
     def _price(self, candidate: Candidate) -> Priced:
         self._progress(f"{candidate.name} {candidate.setup}")
         self.simulated += 1
-        model, cluster = self.asked.model, self.asked.cluster
+        model, cluster = self.query.model, self.query.cluster
         timelines = simulated(candidate, self._problems, cluster, self._fastest.tensor)
         shapes = [*self.shapes, *self._recompute_layers(lambda shape: held(candidate, timelines, model, shape))]
         return min((priced(candidate, timelines, model, shape, cluster) for shape in shapes), key=self.rank)
@@ -270,15 +270,15 @@ class _Search:
     def _recompute_layers(self, needs: Callable[[Parallel], Footprint]) -> list[Parallel]:
         """Full recomputation of the fewest layers of each stage that fit; empty unless recomputation is open."""
         full = next((shape for shape in self.shapes if shape.recompute == "full"), None)
-        if full is None or not self.asked.free:
+        if full is None or not self.query.free:
             return []
-        some = range(1, -(-self.asked.model.layers // full.pipeline))
-        first = bisect_left(some, True, key=lambda n: self.asked.fits(needs(replace(full, recompute_layers=n))))
+        some = range(1, -(-self.query.model.layers // full.pipeline))
+        first = bisect_left(some, True, key=lambda n: self.query.fits(needs(replace(full, recompute_layers=n))))
         return [replace(full, recompute_layers=n) for n in some[first : first + 1]]
 
     def rank(self, priced: Priced) -> tuple[bool, float]:
         """Order by what fits, then by what is faster."""
-        return not self.asked.fits(priced.footprint), priced.iteration.seconds
+        return not self.query.fits(priced.footprint), priced.iteration.seconds
 
 
 def _simplicity(priced: Priced) -> tuple[bool, bool, int, float]:
@@ -299,7 +299,7 @@ def _enough(in_vain: Sequence[int], bound: float, best: float) -> bool:
     return bound >= best or hardly or sum(in_vain) >= _PATIENCE or (len(in_vain) > 1 and in_vain[-1] >= _LONG)
 
 
-def _what_would_fit(query: Asked) -> str:
+def _what_would_fit(query: Query) -> str:
     """Message naming the shape that needs least memory."""
     needs = {shape: footprint(query.model, add_recomputation(shape, stock=True)) for shape in query.shapes}
     shape = min(needs, key=lambda s: needs[s].total)

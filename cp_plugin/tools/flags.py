@@ -26,7 +26,7 @@ from cp_plugin.tools import output
 from cp_plugin.tools.bench.cases import LENGTHS
 
 if TYPE_CHECKING:
-    from cp_plugin.planner.asked import Asked
+    from cp_plugin.planner.query import Query
 
 
 Dtype = StrEnum("Dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -183,12 +183,12 @@ Documents = Annotated[
 ]
 
 
-def packed(asked: Asked, text: str | None) -> Asked:
+def packed(asked: Query, text: str | None) -> Query:
     """Fill every sequence with documents, unless ``text`` is None; ValueError as for ``bounds``.
 
     Megatron joins the sequences of a micro-batch, and fills them so.
     """
-    from cp_plugin.planner.asked import joined
+    from cp_plugin.planner.query import joined
 
     if text is None:
         return asked

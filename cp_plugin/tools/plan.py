@@ -20,9 +20,9 @@ from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.planner import explain as explaining
 from cp_plugin.planner import search
-from cp_plugin.planner.asked import Asked, Fixed, fitting, from_name, resize_cluster
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.price import problems_of
+from cp_plugin.planner.query import Fixed, Query, fitting, from_name, resize_cluster
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import LINEAR
 from cp_plugin.planner.training.parallel import RECOMPUTE
@@ -129,7 +129,7 @@ class _Given(NamedTuple):
         print(how, file=sys.stderr)
         return found
 
-    def ask(self) -> Asked:
+    def ask(self) -> Query:
         """The question for the planner, for whole nodes unless the devices were given; ValueError for flags that
         contradict each other."""
         self.check()
@@ -140,7 +140,7 @@ class _Given(NamedTuple):
             devices = self.devices or self.needs
             model, parallel, allowed = question(self.megatron, devices)
             cluster = resize_cluster(machine, devices, self.changes)
-            return Asked(model=model, cluster=cluster, shapes=[parallel], allowed=allowed)
+            return Query(model=model, cluster=cluster, shapes=[parallel], allowed=allowed)
         devices = self.devices or max(self.needs, self.changes.get("per_node") or machine.per_node)
         return from_name(str(self.model), devices, self.seq_length or _TOKENS, machine, self.fixed, **self.changes)
 
@@ -252,7 +252,7 @@ def _explained(given: _Given, provider: str | None, options: Options, as_json: b
     return found.fits
 
 
-def _chosen(asked: Asked) -> Setup:
+def _chosen(asked: Query) -> Setup:
     """The planner's choice among our methods."""
     found = search.answer(asked)
     best = next((p for p in found.found if not p.candidate.upstream), found.best)
@@ -260,7 +260,7 @@ def _chosen(asked: Asked) -> Setup:
     return replace(best.candidate.setup, why=(why, *best.candidate.setup.why))
 
 
-def _settled(asked: Asked, provider: str, options: Options) -> Setup:
+def _settled(asked: Query, provider: str, options: Options) -> Setup:
     """The named method; ValueError for an unknown one, and options that do not fit it."""
     letter, its = next(iter(problems_of(asked.model, asked.shapes[0], asked.cluster).items()))
     if provider not in providers.registry():

@@ -34,8 +34,8 @@ NOT_SEARCHED = (
 def print_plan(console: Console, plan: Plan) -> None:
     """A row per method, the flags to paste, and the reasons."""
     best, shape = plan.best, plan.best.parallel
-    asked = f"{plan.asked.model.name}, {shape.seq_length:,} tokens, {shape.devices} x {plan.asked.cluster.device.name}"
-    print_lines(console, f"{asked} ({plan.asked.cluster.name}), batch {shape.global_batch}: predicted")
+    asked = f"{plan.query.model.name}, {shape.seq_length:,} tokens, {shape.devices} x {plan.query.cluster.device.name}"
+    print_lines(console, f"{asked} ({plan.query.cluster.name}), batch {shape.global_batch}: predicted")
     by_shape: dict[str, list[Priced]] = {}
     for one in plan.found:
         by_shape.setdefault(sizes(one.parallel), []).append(one)
@@ -50,7 +50,7 @@ def print_plan(console: Console, plan: Plan) -> None:
         "takes: time of one iteration; x best: relative to the fastest; sends: by one device, in one layer's attention"
     )
     off = legend(p.provider for p in plan.found)
-    said = filter(None, (kernel_time.assumed(plan.asked.cluster.device), NOT_SEARCHED if plan.asked.free else ""))
+    said = filter(None, (kernel_time.assumed(plan.query.cluster.device), NOT_SEARCHED if plan.query.free else ""))
     print_lines(console, terms, *same, off, *said, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     console.print()
     print_flags(console, "flags:", flags(best))
@@ -74,8 +74,8 @@ def fold(some: Sequence[Priced]) -> list[list[Priced]]:
 
 def stock_rules(plan: Plan) -> Iterator[str]:
     """Return what stock Megatron can do of what the model asks for, and since when."""
-    letters = set(plan.asked.model.attention_pattern) - {LINEAR}
-    asked = [problem(plan.asked.model, plan.best.parallel, letter) for letter in sorted(letters)]
+    letters = set(plan.query.model.attention_pattern) - {LINEAR}
+    asked = [problem(plan.query.model, plan.best.parallel, letter) for letter in sorted(letters)]
     rules = dict.fromkeys(rule for one in asked for rule in rules_for(one))
     if rules and plan.best.parallel.context > 1:
         yield f"stock Megatron, with Transformer Engine {VERSION}: {'; '.join(map(str, rules))}"
@@ -98,7 +98,7 @@ def why(plan: Plan) -> Iterator[str]:
     best = plan.best
     if not plan.fits(best):
         yield (
-            f"warning: nothing fits {show_bytes(plan.asked.memory)} of memory together with its attention; the fastest "
+            f"warning: nothing fits {show_bytes(plan.query.memory)} of memory together with its attention; the fastest "
             f"needs {show_bytes(best.footprint.total)}"
         )
     total = best.iteration.seconds
@@ -134,12 +134,12 @@ def why(plan: Plan) -> Iterator[str]:
 def _not_shown(plan: Plan) -> Iterator[str]:
     """The methods without a row, and why."""
     if large := [p.candidate.name for p in plan.found if not plan.fits(p)]:
-        yield f"does not fit {show_bytes(plan.asked.memory)}: {', '.join(large)}"
+        yield f"does not fit {show_bytes(plan.query.memory)}: {', '.join(large)}"
     if plan.lost:
         bounds = ", ".join(f"{lost.name} > {lost.seconds / plan.fastest:.2f}x" for lost in plan.lost)
         yield f"not simulated, because their lower bounds are: {bounds}"
-    if plan.asked.allowed.refused:
-        yield f"stock Megatron alone can run these flags: {plan.asked.allowed.refused}"
+    if plan.query.allowed.refused:
+        yield f"stock Megatron alone can run these flags: {plan.query.allowed.refused}"
     for name, reason in plan.cannot.items():
         yield f"{name} cannot: {reason}"
 
@@ -162,17 +162,17 @@ def flags(priced: Priced) -> str:
 def as_json(plan: Plan) -> dict[str, Any]:
     """SI units."""
     return {
-        "model": plan.asked.model.name,
+        "model": plan.query.model.name,
         "documents": list(plan.best.parallel.documents),
-        "cluster": plan.asked.cluster.name,
-        "device": plan.asked.cluster.device.name,
-        "memory_limit": plan.asked.memory,
+        "cluster": plan.query.cluster.name,
+        "device": plan.query.cluster.device.name,
+        "memory_limit": plan.query.memory,
         "methods": [_method(plan, priced) for priced in plan.found],
         "tied": [priced.candidate.name for priced in plan.found[: plan.tied]],
         "error": KNOWN_ERROR,
         "not_simulated": [{"method": lost.name, "at_least_s": lost.seconds} for lost in plan.lost],
         "cannot": dict(plan.cannot),
-        "refused": plan.asked.allowed.refused,
+        "refused": plan.query.allowed.refused,
         "why": list(why(plan)),
         "tried": plan.tried,
         "simulated": plan.simulated,

@@ -22,11 +22,11 @@ from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.methods.protocol import Formula
 from cp_plugin.engine.placement.documents import place
-from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.candidates import candidates
 from cp_plugin.planner.machine.hardware import Cluster
 from cp_plugin.planner.packs import balance, divide_each, pairs, work
 from cp_plugin.planner.price import least, place_on, price
+from cp_plugin.planner.query import Query
 from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.trace.timeline import simulate
@@ -136,7 +136,7 @@ def test_the_busiest_ranks_stand_for_all(name: str, placed: bool) -> None:
 
 def best_of(lengths: tuple[int, ...], cluster: Cluster) -> Plan:
     shape = Parallel(devices=4, context=4, seq_length=sum(lengths), documents=lengths)
-    return answer(Asked(model=TINY, shapes=[shape], cluster=cluster, limit=1e15), hopeless=1.2)
+    return answer(Query(model=TINY, shapes=[shape], cluster=cluster, limit=1e15), hopeless=1.2)
 
 
 def test_documents_on_slow_links_are_placed() -> None:

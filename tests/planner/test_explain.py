@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from cp_plugin.engine.attention.calls import settled
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.methods import registry as providers
-from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.explain import RESOURCES, Explanation, explain, split
 from cp_plugin.planner.machine.hardware import cluster, override
 from cp_plugin.planner.price import place_on, priced
+from cp_plugin.planner.query import Query
 from cp_plugin.planner.search import answer
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import model
@@ -103,7 +103,7 @@ def test_packed_documents() -> None:
 def test_every_candidate_recomputes_what_takes_least_of_what_fits(limit: float) -> None:
     """Of all modules and numbers of layers, on both sides; without ``free`` only what was asked for."""
     full = Parallel(devices=8, context=8, seq_length=2**16, recompute="full")
-    asked = Asked(model=LLAMA, shapes=[full], cluster=cluster("dgx-h100"), limit=limit, free=True)
+    asked = Query(model=LLAMA, shapes=[full], cluster=cluster("dgx-h100"), limit=limit, free=True)
     found = answer(asked)
     every = [full, *selections(LLAMA, full), *(replace(full, recompute_layers=n) for n in range(1, LLAMA.layers))]
     for one in found.found[:3]:
@@ -123,6 +123,6 @@ def test_stock_keeps_the_sizes_in_which_it_fits() -> None:
         Parallel(devices=16, context=n, seq_length=2**17, global_batch=2, recompute="full") for n in (8, 16)
     )
     limit = footprint(LLAMA, small).total - 1e8
-    found = answer(Asked(model=LLAMA, shapes=[small, large], cluster=cluster("dgx-h100"), limit=limit))
+    found = answer(Query(model=LLAMA, shapes=[small, large], cluster=cluster("dgx-h100"), limit=limit))
     contexts = {stock: {p.parallel.context for p in found.found if p.candidate.upstream == stock} for stock in (0, 1)}
     assert contexts == {0: {16}, 1: {8}} and all(map(found.fits, found.found[:2]))

@@ -24,13 +24,13 @@ from cp_plugin.engine.core.mask import Window
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Fp8, Problem
 from cp_plugin.engine.methods import registry as providers
-from cp_plugin.planner.asked import Asked, Fixed, fitting, from_name
 from cp_plugin.planner.candidates import Allowed, candidates, variants
 from cp_plugin.planner.errors import KNOWN_ERROR, OWN, off_by, typical_error
 from cp_plugin.planner.explain import gain
 from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.packs import pairs
 from cp_plugin.planner.price import Priced, computes, least, place_on, price
+from cp_plugin.planner.query import Fixed, Query, fitting, from_name
 from cp_plugin.planner.search import Plan, answer, find_faster
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.training.footprint import footprint
@@ -46,7 +46,7 @@ DENSE = {*providers.names()} - {"needed"}
 """Providers considered where every key is seen."""
 
 
-ASKED = Asked(model=LLAMA, shapes=[SHAPE], cluster=SLOW)
+ASKED = Query(model=LLAMA, shapes=[SHAPE], cluster=SLOW)
 ON_DGX = replace(ASKED, cluster=cluster("dgx-h100"))
 
 

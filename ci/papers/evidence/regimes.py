@@ -12,12 +12,12 @@ from functools import cache
 
 from cp_plugin.engine.core.problem import Fp8
 from cp_plugin.planner import search
-from cp_plugin.planner.asked import Asked, Fixed, fitting, from_name
 from cp_plugin.planner.candidates import STOCK
 from cp_plugin.planner.errors import off_by, tie, typical_error
 from cp_plugin.planner.explain import Gain, gain
 from cp_plugin.planner.machine.hardware import cluster, override
 from cp_plugin.planner.price import Priced
+from cp_plugin.planner.query import Fixed, Query, fitting, from_name
 from cp_plugin.planner.search import Plan, simplest
 from cp_plugin.planner.training.model import WINDOW
 from cp_plugin.tools.flags import packed
@@ -51,7 +51,7 @@ class Regime:
         return f"{self.model}, {self.devices:,} GPUs{where}, {self.tokens >> 10:,}k tokens"
 
     @property
-    def query(self) -> Asked:
+    def query(self) -> Query:
         """What ``cp-plugin plan`` asks: every division over the devices."""
         machine = override(cluster(self.cluster), **{"inter": self.card} if self.card else {})
         query = packed(from_name(self.model, self.devices, self.tokens, machine, Fixed()), self.documents or None)

@@ -26,12 +26,12 @@ from cp_plugin.megatron.flags.linear_flags import attribute
 from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.megatron.planned.sizes import question
 from cp_plugin.megatron.rules import checks
-from cp_plugin.planner.asked import Asked
 from cp_plugin.planner.candidates import STOCK, Allowed, without_sums
 from cp_plugin.planner.errors import describe, off_by
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Inferred
 from cp_plugin.planner.price import Priced
+from cp_plugin.planner.query import Query
 from cp_plugin.planner.search import Plan, answer, simplest, tying
 
 CLUSTER = "--cp-cluster"
@@ -52,7 +52,7 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
         cluster = _cluster(args)
         model, parallel, allowed, packed = question(args, settings)
         allowed = replace(allowed, stock=allowed.stock and not cpu.active())
-        plan = answer(Asked(model=model, cluster=cluster.cluster, shapes=[parallel], allowed=allowed))
+        plan = answer(Query(model=model, cluster=cluster.cluster, shapes=[parallel], allowed=allowed))
     except ValueError as error:
         raise ValueError(f"{_ASKED}: {error}; or name a provider: {', '.join(providers.names())}") from error
     real = allowed.real
@@ -118,8 +118,8 @@ def _best(plan: Plan, real: Problem, allowed: Allowed) -> Priced:
     least = min(ours, key=lambda priced: priced.footprint.total)
     raise ValueError(
         f"{_ASKED}: nothing fits the memory: {least.candidate.name}, the smallest, needs "
-        f"{show_bytes(least.footprint.total)}, and {plan.asked.cluster.device.name} has "
-        f"{show_bytes(plan.asked.memory)}. Raise --context-parallel-size or --tensor-model-parallel-size, use "
+        f"{show_bytes(least.footprint.total)}, and {plan.query.cluster.device.name} has "
+        f"{show_bytes(plan.query.memory)}. Raise --context-parallel-size or --tensor-model-parallel-size, use "
         f"--recompute-granularity full, or name another device with {CLUSTER}"
     )
 

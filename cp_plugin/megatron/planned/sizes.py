@@ -15,8 +15,8 @@ from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.rules.run import head_sizes
-from cp_plugin.planner.asked import joined
 from cp_plugin.planner.candidates import Allowed, upstream_names
+from cp_plugin.planner.query import joined
 from cp_plugin.planner.training.model import DENSE, EXPERTS, LINEAR, SOFTMAX, WINDOW, Model
 from cp_plugin.planner.training.parallel import Parallel, check
 

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.planned import command as planned
 from cp_plugin.megatron.planned import sizes
-from cp_plugin.planner.asked import Asked, Fixed, fitting, from_name
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Inferred
+from cp_plugin.planner.query import Fixed, Query, fitting, from_name
 from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.testing.launch import run_ranks
@@ -201,7 +201,7 @@ def test_what_the_rules_refuse_is_not_recommended() -> None:
 
     questions = run_ranks(body, 1, env={"WORLD_SIZE": "32"})[0]
     for refused, (described, parallel, allowed, _) in zip(STOCK_ALONE.values(), questions, strict=True):
-        question = Asked(
+        question = Query(
             model=described, cluster=hardware.cluster("dgx-h100"), shapes=[parallel], allowed=allowed, limit=1e13
         )
         plan = as_json(answer(question))

@@ -31,7 +31,7 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Query:
     """A query, however it was put: a model's name, flags, ``--cp-provider auto``, Python."""
 
     model: Model
@@ -55,7 +55,7 @@ class Asked:
         return needs.total <= self.memory
 
 
-def from_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fixed: Fixed, **changes: int) -> Asked:
+def from_name(name: str, devices: int, seq_length: int, machine: str | Cluster, fixed: Fixed, **changes: int) -> Query:
     """Query for a catalogue model, with every division that is consistent with ``fixed``; ValueError for an unknown
     model or cluster, and sizes that fit nothing."""
     chosen, there = model(name), resize_cluster(machine, devices, changes)
@@ -78,7 +78,7 @@ def from_name(name: str, devices: int, seq_length: int, machine: str | Cluster, 
         product = " x ".join(f"{flag} {n}" for flag, n in named.items() if n)
         why = list(reasons)[:3] or [f"{product} does not divide the number of devices"]
         raise ValueError(f"cannot split {chosen.name} across {devices} devices: {'; '.join(why)}")
-    return Asked(model=chosen, cluster=there, shapes=shapes, free=fixed.recompute is None)
+    return Query(model=chosen, cluster=there, shapes=shapes, free=fixed.recompute is None)
 
 
 def joined(shape: Parallel, documents: Sequence[int]) -> Parallel:
@@ -87,7 +87,7 @@ def joined(shape: Parallel, documents: Sequence[int]) -> Parallel:
     return replace(shape, documents=tuple(documents), seq_length=sum(documents), micro_batch=1, global_batch=batch)
 
 
-def fitting(query: Asked, global_batch: int | None = None) -> Asked:
+def fitting(query: Query, global_batch: int | None = None) -> Query:
     """Keep the shapes that may fit the memory (all if none does), with one common batch; ValueError for a batch that no
     shape can divide.
 
