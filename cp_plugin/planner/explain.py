@@ -99,7 +99,7 @@ def gain(plan: Plan, ours: Priced, stock: Priced) -> Gain:
     every = [replace(divided_alike(kept), recompute=again) for again in RECOMPUTE] if plan.query.free else []
 
     def own(**changes: Any) -> Priced:
-        some = answer(replace(plan.query, allowed=allowed, **changes), worth=KNOWN_ERROR).found
+        some = answer(replace(plan.query, allowed=allowed, **changes), worth=KNOWN_ERROR).methods
         able = [p for p in some if plan.fits(p)] or some
         named = [p for p in able if p.candidate.name == ours.candidate.name] or able
         return min(named, key=lambda p: p.iteration.seconds)

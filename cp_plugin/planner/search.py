@@ -51,7 +51,7 @@ class Lost(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
     query: Query
-    found: Sequence[Priced]
+    methods: Sequence[Priced]
     """Each method's best candidate: those that tie, simplest first, then the others, fastest first. What does not fit
     the memory comes last."""
     tied: int
@@ -66,16 +66,16 @@ class Plan:
     @property
     def best(self) -> Priced:
         """The winner: the simplest of those that tie."""
-        return self.found[0]
+        return self.methods[0]
 
     @property
     def fastest(self) -> float:
         """Seconds of the fastest of those that tie."""
-        return min(p.iteration.seconds for p in self.found[: self.tied])
+        return min(p.iteration.seconds for p in self.methods[: self.tied])
 
     def beating(self, priced: Priced) -> Priced | None:
         """Find the one of those that tie most clearly faster than another method; None: that ties, too."""
-        return find_faster(priced, self.found[: self.tied])
+        return find_faster(priced, self.methods[: self.tied])
 
     def fits(self, priced: Priced) -> bool:
         return self.query.fits(priced.footprint)
@@ -133,7 +133,7 @@ def _answer(query: Query, searches: Sequence[_Search], every: Sequence[_Search])
     lost = [Lost(name, bound) for s in searches for name, bound in s.bounds.items() if name not in s.priced]
     return Plan(
         query=query,
-        found=[*sorted(tied, key=_simplicity), *(p for p in methods if p not in tied)],
+        methods=[*sorted(tied, key=_simplicity), *(p for p in methods if p not in tied)],
         tied=len(tied),
         lost=sorted(lost, key=lambda one: one.seconds),
         cannot=refusals(searches[0].problem) if searches[0].main != LINEAR else {},

@@ -255,7 +255,7 @@ def _explained(given: _Given, provider: str | None, options: Options, as_json: b
 def _chosen(asked: Query) -> Setup:
     """The planner's choice among our methods."""
     found = search.answer(asked)
-    best = next((p for p in found.found if not p.candidate.upstream), found.best)
+    best = next((p for p in found.methods if not p.candidate.upstream), found.best)
     why = f"the planner's choice among {found.tried} configurations; of methods that tie, the simplest (cp-plugin plan)"
     return replace(best.candidate.setup, why=(why, *best.candidate.setup.why))
 
@@ -284,11 +284,11 @@ def _searched(given: _Given, options: Options, *, quiet: bool) -> search.Plan:
 
 def _draw(plan: search.Plan, path: Path) -> None:
     """Draw the time of an iteration and its parts, a bar for each method; ValueError if matplotlib is missing."""
-    names = [f"{one.candidate.name}\n{show_plan.sizes(one.parallel)}" for one in plan.found]
+    names = [f"{one.candidate.name}\n{show_plan.sizes(one.parallel)}" for one in plan.methods]
     figure = canvas.new_figure(10, 1.5 + 0.6 * len(names))
     axes, left = figure.subplots(), [0.0] * len(names)
-    for part in dict.fromkeys(part for one in plan.found for part, taken in one.iteration.parts.items() if taken):
-        seconds = [one.iteration.parts.get(part, 0.0) for one in plan.found]
+    for part in dict.fromkeys(part for one in plan.methods for part, taken in one.iteration.parts.items() if taken):
+        seconds = [one.iteration.parts.get(part, 0.0) for one in plan.methods]
         axes.barh(names, seconds, left=left, label=part.replace("_", " "))
         left = [sum(pair) for pair in zip(left, seconds, strict=True)]
     axes.invert_yaxis()

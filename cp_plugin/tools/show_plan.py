@@ -37,7 +37,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     asked = f"{plan.query.model.name}, {shape.seq_length:,} tokens, {shape.devices} x {plan.query.cluster.device.name}"
     print_lines(console, f"{asked} ({plan.query.cluster.name}), batch {shape.global_batch}: predicted")
     by_shape: dict[str, list[Priced]] = {}
-    for one in plan.found:
+    for one in plan.methods:
         by_shape.setdefault(sizes(one.parallel), []).append(one)
     same: list[str] = []
     for which, some in by_shape.items():
@@ -49,7 +49,7 @@ def print_plan(console: Console, plan: Plan) -> None:
     terms = (
         "takes: time of one iteration; x best: relative to the fastest; sends: by one device, in one layer's attention"
     )
-    off = legend(p.provider for p in plan.found)
+    off = legend(p.provider for p in plan.methods)
     said = filter(None, (kernel_time.assumed(plan.query.cluster.device), NOT_SEARCHED if plan.query.free else ""))
     print_lines(console, terms, *same, off, *said, *stock_rules(plan), *packed(shape), *_not_shown(plan), style="dim")
     console.print()
@@ -110,13 +110,13 @@ def why(plan: Plan) -> Iterator[str]:
     for reason in best.candidate.setup.why:
         yield f"  {reason}"
     if plan.tied > 1:
-        names = ", ".join(p.candidate.name for p in plan.found[1 : plan.tied])
+        names = ", ".join(p.candidate.name for p in plan.methods[1 : plan.tied])
         yield (
             f"tie: {names} take equally long within the typical error of predictions; {best.candidate.name} is named "
             "as the simplest: stock Megatron first, then what needs the fewest flags, then the fastest"
         )
-    stock = next((p for p in plan.found if p.candidate.upstream), None)
-    for other in filter(plan.fits, plan.found[plan.tied :]):
+    stock = next((p for p in plan.methods if p.candidate.upstream), None)
+    for other in filter(plan.fits, plan.methods[plan.tied :]):
         by, seconds = plan.beating(other), other.iteration.seconds
         if by is None:  # what fits the memory is not beside what does not
             beaten = f"{seconds / plan.fastest:.2f}x the fastest's time"
@@ -133,7 +133,7 @@ def why(plan: Plan) -> Iterator[str]:
 
 def _not_shown(plan: Plan) -> Iterator[str]:
     """The methods without a row, and why."""
-    if large := [p.candidate.name for p in plan.found if not plan.fits(p)]:
+    if large := [p.candidate.name for p in plan.methods if not plan.fits(p)]:
         yield f"does not fit {show_bytes(plan.query.memory)}: {', '.join(large)}"
     if plan.lost:
         bounds = ", ".join(f"{lost.name} > {lost.seconds / plan.fastest:.2f}x" for lost in plan.lost)
@@ -167,8 +167,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "cluster": plan.query.cluster.name,
         "device": plan.query.cluster.device.name,
         "memory_limit": plan.query.memory,
-        "methods": [_method(plan, priced) for priced in plan.found],
-        "tied": [priced.candidate.name for priced in plan.found[: plan.tied]],
+        "methods": [_method(plan, priced) for priced in plan.methods],
+        "tied": [priced.candidate.name for priced in plan.methods[: plan.tied]],
         "error": KNOWN_ERROR,
         "not_simulated": [{"method": lost.name, "at_least_s": lost.seconds} for lost in plan.lost],
         "cannot": dict(plan.cannot),
@@ -225,7 +225,7 @@ def _cells(plan: Plan, alike: Sequence[Priced], first: Priced) -> tuple[str, ...
     """Return a row, for methods within 1 % of its first one, of a table whose first row is ``first``."""
     priced = alike[0]
     again, seconds = recomputes(priced.parallel), priced.iteration.seconds
-    number = plan.found.index(priced)
+    number = plan.methods.index(priced)
     ties = plan.tied > 1 and number < plan.tied
     return (
         priced.candidate.name + (f" and {len(alike) - 1} more" if len(alike) > 1 else ""),

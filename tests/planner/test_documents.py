@@ -142,7 +142,7 @@ def best_of(lengths: tuple[int, ...], cluster: Cluster) -> Plan:
 def test_documents_on_slow_links_are_placed() -> None:
     found = best_of(LENGTHS["chat"].pack(2**16), SLOW)
     assert found.best.candidate.flags == "--cp-provider needed --cp-layout documents"
-    names = [lost.name for lost in found.lost] + [p.candidate.name for p in found.found[found.tied :]]
+    names = [lost.name for lost in found.lost] + [p.candidate.name for p in found.methods[found.tied :]]
     assert {"stock p2p", "stock all_gather"} <= set(names), "stock methods take longer"
     console = Console(width=100, force_terminal=True, color_system=None, file=io.StringIO())
     print_plan(console, found)
@@ -155,7 +155,7 @@ def test_documents_on_slow_links_are_placed() -> None:
 def test_one_document_on_fast_links_ties_with_upstream() -> None:
     found = best_of((2**16,), FAST)
     assert found.best.candidate.setup.layout != DOCUMENTS
-    upstream = min(p.iteration.seconds - p.repeats for p in found.found if p.candidate.upstream)
+    upstream = min(p.iteration.seconds - p.repeats for p in found.methods if p.candidate.upstream)
     assert found.best.iteration.seconds == pytest.approx(upstream, rel=0.06)
 
 

@@ -106,7 +106,7 @@ def test_every_candidate_recomputes_what_takes_least_of_what_fits(limit: float) 
     asked = Query(model=LLAMA, shapes=[full], cluster=cluster("dgx-h100"), limit=limit, free=True)
     found = answer(asked)
     every = [full, *selections(LLAMA, full), *(replace(full, recompute_layers=n) for n in range(1, LLAMA.layers))]
-    for one in found.found[:3]:
+    for one in found.methods[:3]:
         prices = [priced(one.candidate, one.timelines, LLAMA, shape, cluster("dgx-h100")) for shape in every]
         best = min((p for p in prices if found.fits(p)), key=lambda p: p.iteration.seconds)
         assert one.iteration.seconds == best.iteration.seconds and one.parallel.recompute == best.parallel.recompute
@@ -114,7 +114,7 @@ def test_every_candidate_recomputes_what_takes_least_of_what_fits(limit: float) 
             flags(one)
         )
     fixed = answer(replace(asked, free=False))
-    assert all(p.parallel.recompute_layers == 0 and p.parallel.recompute == "full" for p in fixed.found)
+    assert all(p.parallel.recompute_layers == 0 and p.parallel.recompute == "full" for p in fixed.methods)
 
 
 def test_stock_keeps_the_sizes_in_which_it_fits() -> None:
@@ -124,5 +124,5 @@ def test_stock_keeps_the_sizes_in_which_it_fits() -> None:
     )
     limit = footprint(LLAMA, small).total - 1e8
     found = answer(Query(model=LLAMA, shapes=[small, large], cluster=cluster("dgx-h100"), limit=limit))
-    contexts = {stock: {p.parallel.context for p in found.found if p.candidate.upstream == stock} for stock in (0, 1)}
-    assert contexts == {0: {16}, 1: {8}} and all(map(found.fits, found.found[:2]))
+    contexts = {stock: {p.parallel.context for p in found.methods if p.candidate.upstream == stock} for stock in (0, 1)}
+    assert contexts == {0: {16}, 1: {8}} and all(map(found.fits, found.methods[:2]))

@@ -66,7 +66,7 @@ def test_finds_what_exhaustive_search_finds(found: Plan) -> None:
         assert bound.forward <= priced.main.forward.seconds * (1 + 1e-9), candidate.flags
         assert bound.backward <= priced.main.backward.seconds * (1 + 1e-9), candidate.flags
         seconds.append(priced.iteration.seconds)
-    assert min(p.iteration.seconds for p in found.found) <= min(seconds) * 1.02
+    assert min(p.iteration.seconds for p in found.methods) <= min(seconds) * 1.02
     assert found.simulated < len(every) / 2
 
 
@@ -105,7 +105,7 @@ def test_restrictions() -> None:
     assert "attention2d" in {c.name for c in every} and not any(c.upstream for c in every)
     nothing = Allowed(stock=False, refused="a rule")
     shape = Parallel(devices=8, context=8, seq_length=8192, recompute="full")
-    assert not answer(replace(ON_DGX, shapes=[shape], allowed=nothing)).found
+    assert not answer(replace(ON_DGX, shapes=[shape], allowed=nothing)).methods
 
 
 @pytest.mark.parametrize("name", ["burst", "attention2d", "ring"])
@@ -123,8 +123,8 @@ def test_the_simplest_of_a_tie_is_named(found: Plan) -> None:
     def beaten(p: Priced, q: Priced) -> bool:
         return p.iteration.seconds > (1 + typical_error(p.provider, q.provider)) * q.iteration.seconds * (1 + 1e-9)
 
-    tied, slower = found.found[: found.tied], found.found[found.tied :]
-    assert len(tied) > 1 and not any(beaten(p, q) for p in tied for q in found.found)
+    tied, slower = found.methods[: found.tied], found.methods[found.tied :]
+    assert len(tied) > 1 and not any(beaten(p, q) for p in tied for q in found.methods)
     assert all(any(beaten(p, q) for q in tied) for p in slower)
     assert any(p.iteration.seconds > (1 + KNOWN_ERROR) * found.fastest for p in slower)
     simple = [(not p.candidate.upstream, p.candidate.name != "stock p2p", len(p.candidate.flags.split())) for p in tied]
@@ -142,8 +142,8 @@ def test_ratios_and_their_typical_errors(found: Plan) -> None:
     assert f"typical error 10 %; {'; '.join(f'{n} {100 * e:.0f} %' for n, e in OWN.items())}" in text
     joined = re.search(r"within 1 % of (.*?): (.*?)\n(?=typical)", text, re.S)
     others = [] if joined is None else joined[2].replace("\n", " ").split(", ")
-    rest = [(n, p) for n, p in enumerate(found.found) if p.candidate.name not in others]
-    assert len(rest) + len(others) == len(found.found)
+    rest = [(n, p) for n, p in enumerate(found.methods) if p.candidate.name not in others]
+    assert len(rest) + len(others) == len(found.methods)
     for number, priced in rest:
         (line,) = [line for line in text.splitlines() if line.startswith(f"{priced.candidate.name} ") and "B  " in line]
         ratio = priced.iteration.seconds / found.fastest
@@ -154,13 +154,13 @@ def test_ratios_and_their_typical_errors(found: Plan) -> None:
             assert by is not None and f"{priced.candidate.name} takes" in text
             assert f"{by.candidate.name}'s time ({off_by(priced.provider, by.provider)})" in text
     told = as_json(found)
-    assert [m["typical_error"] for m in told["methods"]] == [typical_error(p.provider) for p in found.found]
+    assert [m["typical_error"] for m in told["methods"]] == [typical_error(p.provider) for p in found.methods]
     assert told["tied"][0] == told["methods"][0]["method"] and told["methods"][0]["flags"] == flags(found.best)
 
 
 def test_a_gain_is_named_by_its_causes(found: Plan) -> None:
     """In one shape stock loses by the attention it repeats, which is told, and its best method says so by a factor."""
-    theirs = next(p for p in found.found[found.tied :] if p.candidate.upstream)
+    theirs = next(p for p in found.methods[found.tied :] if p.candidate.upstream)
     parts = gain(found, found.best, theirs)
     assert gain(found, found.best, theirs) is parts, "simulated once"
     assert math.prod(parts[:3]) == pytest.approx(theirs.iteration.seconds / found.best.iteration.seconds)
@@ -195,7 +195,7 @@ def test_each_side_in_its_own_best_shape() -> None:
     asked = fitting(from_name("llama3-8b", 64, 2**19, "dgx-h100", Fixed()))
     both = answer(asked)
     for upstream in (False, True):
-        own = [p for p in both.found if p.candidate.upstream == upstream]
+        own = [p for p in both.methods if p.candidate.upstream == upstream]
         assert len({sizes(p.parallel) for p in own}) == 1
         every = [k for shape in asked.shapes for k in (shape, *selections(asked.model, shape))]
         only = Allowed(refused="a rule") if upstream else Allowed(stock=False)
@@ -233,7 +233,7 @@ def test_all_lines_fit_the_terminal(found: Plan, fp8: tuple[Fp8 | None, ...]) ->
         assert max(map(len, lines)) <= width
         table = dropwhile(lambda line: not line.startswith("method "), lines)
         rows = [line for line in takewhile(lambda line: not line.startswith("takes:"), table) if line[0] != " "][1:]
-        by_shape = groupby(one.found, lambda p: sizes(p.parallel))
+        by_shape = groupby(one.methods, lambda p: sizes(p.parallel))
         names = [alike[0].candidate.name for _, some in by_shape for alike in fold(list(some))]
         assert [row.split()[0] for row in rows] == [name.split()[0] for name in names]
         pasted = " ".join(line.strip(" \\") for line in lines if line.startswith("    --"))
@@ -241,7 +241,7 @@ def test_all_lines_fit_the_terminal(found: Plan, fp8: tuple[Fp8 | None, ...]) ->
 
 
 def test_answer_has_every_method_and_the_winners_flags(found: Plan) -> None:
-    shown = {p.candidate.name for p in found.found} | {lost.name for lost in found.lost} | set(found.cannot)
+    shown = {p.candidate.name for p in found.methods} | {lost.name for lost in found.lost} | set(found.cannot)
     assert DENSE | {"stock p2p", "stock all_gather", "stock a2a+p2p"} <= shown
     text = flags(found.best)
     assert "--context-parallel-size 16" in text and "--recompute-granularity full" in text
@@ -282,7 +282,7 @@ def test_a_window_is_bounded_by_what_it_shows(window: Window, causal: bool) -> N
 def test_linear_layers_alone() -> None:
     """Each method once, none below its bound. lasp1 passes one state on: its busiest rank sends its formula."""
     layers = replace(LLAMA, attention_pattern="L", linear="basic")
-    every = answer(replace(ASKED, model=layers), hopeless=math.inf).found
+    every = answer(replace(ASKED, model=layers), hopeless=math.inf).methods
     names = [one.candidate.name for one in every]
     assert len(set(names)) == len(names), "stock Megatron has none of them"
     for one in every:

@@ -129,7 +129,7 @@ def answer(regime: Regime) -> Plan:
 def apart(regime: Regime) -> Apart:
     """Each side of the answer; ValueError if nothing fits the memory."""
     plan = answer(regime)
-    ours, stock = sides([p for p in plan.found if plan.fits(p)])
+    ours, stock = sides([p for p in plan.methods if plan.fits(p)])
     return Apart(simplest(ours), min(stock, key=lambda p: p.iteration.seconds))
 
 
@@ -171,7 +171,7 @@ def shaped(priced: Priced) -> str:
 def sentence(regime: Regime) -> str:
     """The answer in a sentence, with its constraint."""
     plan, best = answer(regime), answer(regime).best
-    other = simplest(sides(plan.found)[not best.candidate.upstream])
+    other = simplest(sides(plan.methods)[not best.candidate.upstream])
     slower = other.iteration.seconds / best.iteration.seconds
     ties = tie(slower, 1.0, typical_error(other.provider, best.provider))
     word = "ties" if ties else f"takes {slower:.2f} times as long"

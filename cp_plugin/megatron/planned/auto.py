@@ -109,7 +109,7 @@ def _cluster(args: argparse.Namespace) -> Inferred:
 
 def _best(plan: Plan, real: Problem, allowed: Allowed) -> Priced:
     """The simplest of our methods that tie; ValueError if there is none, or none that fits."""
-    ours = [p for p in plan.found if not p.candidate.upstream]
+    ours = [p for p in plan.methods if not p.candidate.upstream]
     if not ours:
         reasons = " | ".join(f"{name}: {_why_not(name, real, allowed)}" for name in providers.names())
         raise ValueError(f"{_ASKED}: no provider can run this model. {reasons}")
@@ -126,7 +126,7 @@ def _best(plan: Plan, real: Problem, allowed: Allowed) -> Priced:
 
 def _stock(plan: Plan) -> Priced | None:
     """The best of Megatron's own methods, if any can run this and fits."""
-    able = [p for p in plan.found if p.candidate.upstream and plan.fits(p)]
+    able = [p for p in plan.methods if p.candidate.upstream and plan.fits(p)]
     return plan.best if plan.best in able else simplest(able) if able else None
 
 
@@ -172,7 +172,7 @@ def _flags(priced: Priced) -> str:
 
 def _describe_ours(plan: Plan, best: Priced, stock: Priced | None) -> str:
     """The choice of one of the plugin's providers, in one line."""
-    setup, ours = best.candidate.setup, [p for p in plan.found if not p.candidate.upstream and plan.fits(p)]
+    setup, ours = best.candidate.setup, [p for p in plan.methods if not p.candidate.upstream and plan.fits(p)]
     tied = [p for p in tying(ours) if p is not best]
     chosen = ", ".join(part for part in (setup.layout, str(setup)) if part)
     parts = [f"{best.candidate.name} ({chosen}): predicted {_ms(best)} ms per attention call"]

@@ -191,7 +191,7 @@ def test_auto_may_choose_a_provider_without_sums(
     narrow = "--cp-gradient-dtype model"
     auto = f"{AUTO} --bf16 --cp-cluster h100-1-per-node {narrow}"
     with monkeypatch.context() as patch:
-        ulysses = lambda plan, *_: next(p for p in plan.found if p.candidate.name == "ulysses")  # noqa: E731
+        ulysses = lambda plan, *_: next(p for p in plan.methods if p.candidate.name == "ulysses")  # noqa: E731
         patch.setattr(planned, "_best", ulysses)
         args = validated(f"{auto} --num-query-groups 4")
     assert runtime.settings().provider == "ulysses" and args.cp_gradient_dtype is None
