@@ -125,7 +125,7 @@ class _Given(NamedTuple):
                 "--cluster is missing, and this machine has no GPU to infer it from: give one of "
                 f"{', '.join(hardware.clusters())}, or a file written by cp-plugin calibrate"
             )
-        found, how = hardware.here("--cluster", self.devices or self.needs, cpu=False)
+        found, how = hardware.infer_cluster("--cluster", self.devices or self.needs, cpu=False)
         print(how, file=sys.stderr)
         return found
 

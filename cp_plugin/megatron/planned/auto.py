@@ -100,7 +100,7 @@ def decide(args: argparse.Namespace, settings: Settings, *, may_leave: bool = Fa
 def _cluster(args: argparse.Namespace) -> Inferred:
     """The named cluster, or the one this process runs on."""
     if args.cp_cluster is None:
-        return hardware.here(CLUSTER, args.world_size, cpu=cpu.active())
+        return hardware.infer_cluster(CLUSTER, args.world_size, cpu=cpu.active())
     try:
         return Inferred(hardware.cluster(args.cp_cluster), f"{CLUSTER} {args.cp_cluster}")
     except ValueError as error:

@@ -265,7 +265,7 @@ class Inferred(NamedTuple):
     how: str
 
 
-def here(flag: str, ranks: int, *, cpu: bool) -> Inferred:
+def infer_cluster(flag: str, ranks: int, *, cpu: bool) -> Inferred:
     """The cluster of this process, without measuring; ValueError as for ``cluster_of``.
 
     The GPU gives its name, the launcher the ranks per node; the network is that of the packaged cluster with such
