@@ -69,8 +69,8 @@ def test_fit_recovers_known_figures():
     rng = np.random.default_rng(0)
     work = rng.uniform(1, 100, (12, 3)) * (1, 1e3, 1e9)
     true = np.array([1e-3, 1e-6, 1e-12])
-    found = fit(work, work @ true)
-    assert found.figures == pytest.approx(true) and found.error < 1e-9
+    fitted = fit(work, work @ true)
+    assert fitted.figures == pytest.approx(true) and fitted.error < 1e-9
     noisy = fit(work, work @ true * rng.normal(1, 0.03, 12))
     assert noisy.figures == pytest.approx(true, rel=0.2) and 0.01 < noisy.error < 0.05
     assert fit([(1, 1), (1, 2)], [1, 3]).figures[0] == 0, "a line with a negative intercept"
@@ -84,12 +84,12 @@ def test_kernel_block_is_recovered():
     """From times of a kernel that computes whole blocks of 32 queries and 512 keys."""
     true = hardware.Rate(flops_per_s=2e12, overhead_s=2e-5, row_s=1e-9)
 
-    def made(asked: Attention) -> float:
-        return true.seconds(kernel_rates.kernel_time.flops(asked, (32, 512)), rows=asked.heads * asked.rows)
+    def made(event: Attention) -> float:
+        return true.seconds(kernel_rates.kernel_time.flops(event, (32, 512)), rows=event.heads * event.rows)
 
     tiles = [(n, n, d) for n in (256, 512, 1024, 2048) for d in (0, n - 1)] + [(128, 1024, 1023)]
-    asked = [Attention("forward", (Shape(*t),), t[0], heads, 64, 64, "float32") for t in tiles for heads in (2, 8)]
-    timed = [kernel_rates.Timed(a, made(a)) for a in asked]
+    events = [Attention("forward", (Shape(*t),), t[0], heads, 64, 64, "float32") for t in tiles for heads in (2, 8)]
+    timed = [kernel_rates.Timed(a, made(a)) for a in events]
     kernel = kernel_rates.as_kernel(timed, timed, "made up")
     assert kernel.block == (32, 512)
     assert kernel.forward.flops_per_s == pytest.approx(2e12) and kernel.forward.row_s == pytest.approx(1e-9)
@@ -142,9 +142,9 @@ def test_the_command_writes_what_it_measured(quick, tmp_path: Path):
     out = tmp_path / "mine.toml"
     done = CliRunner().invoke(app, ["calibrate", str(out), "--ranks", "2", "--dtype", "float32", "--device", "cpu"])
     assert done.exit_code == 0 and f"wrote {out}" in done.output, done.output
-    found = hardware.cluster(str(out))
-    assert (found.name, found.transport, found.per_node, found.nics) == ("mine", "gloo", 2, 2)
-    assert found.inter == found.intra and found.device.shared_by >= 1 and "2 ranks" in found.source
-    kernel = found.device.attention["float32"]
-    rates = (kernel.forward.flops_per_s, kernel.backward.flops_per_s, found.device.gemm_flops_per_s["float32"])
-    assert all(1e6 < rate < float("inf") for rate in (*rates, found.device.memory_bytes_per_s, found.intra.bytes_per_s))
+    profile = hardware.cluster(str(out))
+    assert (profile.name, profile.transport, profile.per_node, profile.nics) == ("mine", "gloo", 2, 2)
+    assert profile.inter == profile.intra and profile.device.shared_by >= 1 and "2 ranks" in profile.source
+    device, kernel = profile.device, profile.device.attention["float32"]
+    rates = (kernel.forward.flops_per_s, kernel.backward.flops_per_s, device.gemm_flops_per_s["float32"])
+    assert all(1e6 < rate < float("inf") for rate in (*rates, device.memory_bytes_per_s, profile.intra.bytes_per_s))

@@ -64,15 +64,15 @@ def test_ledger_is_trace_and_formula_on_placed_tokens() -> None:
     setups = [*map(setup, CHOSEN), setup("needed", windowed), setup("needed", layout="contiguous")]
 
     def rank() -> list[tuple[Formula, float]]:
-        found = []
+        results = []
         for one in setups:
             cp = ContextParallel(one, group=dist.group.WORLD)
             x, want = make_case(one.problem)[:2]
             shards = calls.Inputs(*(None if y is None else cp.shard(y).requires_grad_() for y in x))
             got = calls.call_through_autograd(cp, shards, one.problem)
             error = max(float((a - cp.shard(b)).abs().max()) for a, b in zip(got, want, strict=False))
-            found.append((dict(read_ledger(cp.mesh)), error))
-        return found
+            results.append((dict(read_ledger(cp.mesh)), error))
+        return results
 
     ledgers = run_ranks(rank, PACK.size, init_process_group=True, timeout=120)
     for number, one in enumerate(setups):
@@ -110,8 +110,8 @@ def test_stock_pads_and_divides_each_document() -> None:
     assert one.problem == theirs and len(set(work(one).tolist())) == 1
     shape = Parallel(devices=4, context=4, seq_length=128, documents=LENGTHS_OF_PACK)
     its = place_on(problem(TINY, shape), SLOW, 1)
-    found = {n: price(candidates(its)[n][0], TINY, shape, SLOW) for n in ("stock p2p", "ring")}
-    padded, ours = found["stock p2p"], found["ring"]
+    prices = {n: price(candidates(its)[n][0], TINY, shape, SLOW) for n in ("stock p2p", "ring")}
+    padded, ours = prices["stock p2p"], prices["ring"]
     assert padded.sent == pytest.approx(ours.sent * 168 / 128), "both send gradients in the model's dtype"
     assert padded.iteration.dense == pytest.approx(ours.iteration.dense * 168 / 128)
     assert padded.tokens_per_s * padded.iteration.seconds == pytest.approx(128 / 4), "padding is nobody's token"
@@ -122,8 +122,8 @@ def test_stock_pads_and_divides_each_document() -> None:
 def test_the_busiest_ranks_stand_for_all(name: str, placed: bool) -> None:
     """Those that compute most and send most, of 8 ranks, against a simulation of all."""
     shape = Parallel(devices=8, context=8, seq_length=2**16, documents=LENGTHS["chat"].pack(2**16))
-    found = candidates(place_on(problem(TINY, shape), SLOW, 1))[name]
-    one = next(c for c in found if (c.setup.layout == DOCUMENTS) == placed)
+    some = candidates(place_on(problem(TINY, shape), SLOW, 1))[name]
+    one = next(c for c in some if (c.setup.layout == DOCUMENTS) == placed)
     few, every = (simulate(one.setup, cluster=SLOW, ranks=ranks) for ranks in ("busiest", "all"))
     assert few.seconds == pytest.approx(every.seconds, rel=0.15)
     assert sum(least(one, SLOW, 1)) <= every.seconds * (1 + 1e-9)
@@ -140,12 +140,12 @@ def best_of(lengths: tuple[int, ...], cluster: Cluster) -> Plan:
 
 
 def test_documents_on_slow_links_are_placed() -> None:
-    found = best_of(LENGTHS["chat"].pack(2**16), SLOW)
-    assert found.best.candidate.flags == "--cp-provider needed --cp-layout documents"
-    names = [lost.name for lost in found.lost] + [p.candidate.name for p in found.methods[found.tied :]]
+    plan = best_of(LENGTHS["chat"].pack(2**16), SLOW)
+    assert plan.best.candidate.flags == "--cp-provider needed --cp-layout documents"
+    names = [lost.name for lost in plan.lost] + [p.candidate.name for p in plan.methods[plan.tied :]]
     assert {"stock p2p", "stock all_gather"} <= set(names), "stock methods take longer"
     console = Console(width=100, force_terminal=True, color_system=None, file=io.StringIO())
-    print_plan(console, found)
+    print_plan(console, plan)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= 100 or "flags:" in max(text.splitlines(), key=len)
     assert "…" not in text and f"{len(LENGTHS['chat'].pack(2**16))} documents in each sequence" in text
@@ -153,10 +153,10 @@ def test_documents_on_slow_links_are_placed() -> None:
 
 
 def test_one_document_on_fast_links_ties_with_upstream() -> None:
-    found = best_of((2**16,), FAST)
-    assert found.best.candidate.setup.layout != DOCUMENTS
-    upstream = min(p.iteration.seconds - p.repeats for p in found.methods if p.candidate.upstream)
-    assert found.best.iteration.seconds == pytest.approx(upstream, rel=0.06)
+    plan = best_of((2**16,), FAST)
+    assert plan.best.candidate.setup.layout != DOCUMENTS
+    upstream = min(p.iteration.seconds - p.repeats for p in plan.methods if p.candidate.upstream)
+    assert plan.best.iteration.seconds == pytest.approx(upstream, rel=0.06)
 
 
 def test_lengths_from_a_file_a_list_or_a_distribution(tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ def test_picture_shows_the_keys_of_the_plan(tmp_path: Path) -> None:
     lengths = (11, 7, 5, 5, 3, 1)
     ends = tuple(accumulate(lengths, initial=0))
     for layout in ("zigzag", DOCUMENTS):
-        found = record("needed", 4, seq_length=32, bounds=ends, layout=layout)
-        holders, fetched = found.holders(), found.fetched()
+        recorded = record("needed", 4, seq_length=32, bounds=ends, layout=layout)
+        holders, fetched = recorded.holders(), recorded.fetched()
         seen = [
             {k for q in range(32) if holders[q] == rank for k in range(max(e for e in ends if e <= q), q + 1)}
             for rank in range(4)
@@ -205,7 +205,7 @@ def test_picture_shows_the_keys_of_the_plan(tmp_path: Path) -> None:
         for rank in range(4):
             assert fetched[rank] == {k for k in seen[rank] if holders[k] != rank}
     assert list(map(len, fetched)) == place(lengths, 4).traffic().sum(1).tolist()
-    assert found.balance() == place(lengths, 4).balance
+    assert recorded.balance() == place(lengths, 4).balance
     words = f"draw --plot {tmp_path}/x.svg --provider needed --ranks 4 --layout documents --documents 11,7,5,5,3,1"
     result = CliRunner().invoke(app, words.split())
     assert result.exit_code == 0, result.output

@@ -43,38 +43,38 @@ def cli(*arguments: str) -> Any:
 def test_seconds_and_bytes_add_up(name: str) -> None:
     """On two nodes of two: seconds of each rank, and the bytes inside and between nodes."""
     linear = providers.get(name).kind == "linear"
-    found = explained(name, per_node=2, of_model="linear-llama3-1b" if linear else "llama3-8b")
-    for of in found.passes.values():
+    told = explained(name, per_node=2, of_model="linear-llama3-1b" if linear else "llama3-8b")
+    for of in told.passes.values():
         assert set(split(of)) == set(range(4))
         for rank, parts in split(of).items():
             assert sum(parts.values()) == pytest.approx(of.seconds, rel=1e-12), rank
             assert min(parts.values()) >= -1e-15
-    assert sum(of.seconds for of in found.passes.values()) == found.timeline.seconds
-    attention = found.priced.iteration.attention
-    assert attention == pytest.approx(found.model.layers * found.timeline.seconds), "attention is not repeated"
+    assert sum(of.seconds for of in told.passes.values()) == told.timeline.seconds
+    attention = told.priced.iteration.attention
+    assert attention == pytest.approx(told.model.layers * told.timeline.seconds), "attention is not repeated"
     sent: dict[tuple[str, str], float] = {}
-    for (phase, axis, _), nbytes in found.sent.items():
+    for (phase, axis, _), nbytes in told.sent.items():
         sent[phase, axis] = sent.get((phase, axis), 0) + nbytes
-    ledgers = [dict(found.timeline.programs[rank].sent) for rank in range(4)]
+    ledgers = [dict(told.timeline.programs[rank].sent) for rank in range(4)]
     assert any(sent == pytest.approx(ledger) for ledger in ledgers)
-    assert {level for _, _, level in found.sent} <= {"inter", "intra"}
+    assert {level for _, _, level in told.sent} <= {"inter", "intra"}
     if name == "ulysses":
-        inter, intra = (sum(n for (_, _, at), n in found.sent.items() if at == level) for level in ("inter", "intra"))
+        inter, intra = (sum(n for (_, _, at), n in told.sent.items() if at == level) for level in ("inter", "intra"))
         assert inter / intra == pytest.approx(2), "two of the three peers are on the other node"
 
 
 def test_free_kernels_and_free_links() -> None:
     """One stream of messages, whose order cannot change: a free resource never costs time."""
-    found = explained("ulysses")
-    assert set(found.free) == set(RESOURCES) and found.free[found.limit] == min(found.free.values())
-    assert all(0 < seconds <= found.timeline.seconds * (1 + 1e-9) for seconds in found.free.values())
-    parts = [split(of)[0] for of in found.passes.values()]
-    assert found.free["kernels"] == pytest.approx(sum(p["memory"] + p["host"] + p["waiting"] for p in parts), rel=1e-6)
-    own, posting = sum(p["kernels"] + p["memory"] + p["host"] for p in parts), found.timeline.cluster.device.host_post_s
-    assert own <= found.free["inter"] <= own + 4 * posting, "four exchanges of heads, which the host posts"
+    told = explained("ulysses")
+    assert set(told.free) == set(RESOURCES) and told.free[told.limit] == min(told.free.values())
+    assert all(0 < seconds <= told.timeline.seconds * (1 + 1e-9) for seconds in told.free.values())
+    parts = [split(of)[0] for of in told.passes.values()]
+    assert told.free["kernels"] == pytest.approx(sum(p["memory"] + p["host"] + p["waiting"] for p in parts), rel=1e-6)
+    own, posting = sum(p["kernels"] + p["memory"] + p["host"] for p in parts), told.timeline.cluster.device.host_post_s
+    assert own <= told.free["inter"] <= own + 4 * posting, "four exchanges of heads, which the host posts"
     hidden = sum(p["kernels"] + p["waiting"] for p in parts)  # passes that overlap messages turn into waiting
-    assert hidden <= found.free["memory"] <= found.timeline.seconds
-    assert found.free["intra"] == found.timeline.seconds, "one device a node"
+    assert hidden <= told.free["memory"] <= told.timeline.seconds
+    assert told.free["intra"] == told.timeline.seconds, "one device a node"
 
 
 def test_memory_default_provider_and_many_ranks() -> None:
@@ -103,17 +103,17 @@ def test_packed_documents() -> None:
 def test_every_candidate_recomputes_what_takes_least_of_what_fits(limit: float) -> None:
     """Of all modules and numbers of layers, on both sides; without ``free`` only what was asked for."""
     full = Parallel(devices=8, context=8, seq_length=2**16, recompute="full")
-    asked = Query(model=LLAMA, shapes=[full], cluster=cluster("dgx-h100"), limit=limit, free=True)
-    found = answer(asked)
+    query = Query(model=LLAMA, shapes=[full], cluster=cluster("dgx-h100"), limit=limit, free=True)
+    plan = answer(query)
     every = [full, *selections(LLAMA, full), *(replace(full, recompute_layers=n) for n in range(1, LLAMA.layers))]
-    for one in found.methods[:3]:
+    for one in plan.methods[:3]:
         prices = [priced(one.candidate, one.timelines, LLAMA, shape, cluster("dgx-h100")) for shape in every]
-        best = min((p for p in prices if found.fits(p)), key=lambda p: p.iteration.seconds)
+        best = min((p for p in prices if plan.fits(p)), key=lambda p: p.iteration.seconds)
         assert one.iteration.seconds == best.iteration.seconds and one.parallel.recompute == best.parallel.recompute
         assert one.parallel.recompute != "full" or f"block --recompute-num-layers {best.parallel.recompute_layers}" in (
             flags(one)
         )
-    fixed = answer(replace(asked, free=False))
+    fixed = answer(replace(query, free=False))
     assert all(p.parallel.recompute_layers == 0 and p.parallel.recompute == "full" for p in fixed.methods)
 
 
@@ -123,6 +123,6 @@ def test_stock_keeps_the_sizes_in_which_it_fits() -> None:
         Parallel(devices=16, context=n, seq_length=2**17, global_batch=2, recompute="full") for n in (8, 16)
     )
     limit = footprint(LLAMA, small).total - 1e8
-    found = answer(Query(model=LLAMA, shapes=[small, large], cluster=cluster("dgx-h100"), limit=limit))
-    contexts = {stock: {p.parallel.context for p in found.methods if p.candidate.upstream == stock} for stock in (0, 1)}
-    assert contexts == {0: {16}, 1: {8}} and all(map(found.fits, found.methods[:2]))
+    plan = answer(Query(model=LLAMA, shapes=[small, large], cluster=cluster("dgx-h100"), limit=limit))
+    contexts = {stock: {p.parallel.context for p in plan.methods if p.candidate.upstream == stock} for stock in (0, 1)}
+    assert contexts == {0: {16}, 1: {8}} and all(map(plan.fits, plan.methods[:2]))

@@ -31,13 +31,13 @@ LATENT = replace(LLAMA, kv_heads=8, head_dim=96, v_head_dim=64, q_rank=128, kv_r
 
 def test_parts_add_up() -> None:
     shape, peaks = Parallel(devices=64, context=8, seq_length=2**17), (1e9, 3e9)
-    found = footprint(model("llama3-8b"), shape, peaks)
-    assert found.attention == 3e9 and found.communicators == 0
-    assert replace(found, logits=0).temporaries == found.recomputed + 3e9
-    assert sum(found.parts.values()) == found.total
+    needs = footprint(model("llama3-8b"), shape, peaks)
+    assert needs.attention == 3e9 and needs.communicators == 0
+    assert replace(needs, logits=0).temporaries == needs.recomputed + 3e9
+    assert sum(needs.parts.values()) == needs.total
     more = footprint(model("llama3-8b"), shape, peaks, communicators=3)
-    assert more.communicators == 2 * COMMUNICATOR and more.total == found.total + 2 * COMMUNICATOR
-    assert found.margin == FRAGMENTATION * (found.activations + found.temporaries) + RUNTIME
+    assert more.communicators == 2 * COMMUNICATOR and more.total == needs.total + 2 * COMMUNICATOR
+    assert needs.margin == FRAGMENTATION * (needs.activations + needs.temporaries) + RUNTIME
 
 
 @pytest.mark.parametrize(
@@ -53,26 +53,26 @@ def test_parts_add_up() -> None:
 def test_bytes_of_a_parameter(zero: int, dtype: str, per_parameter: float) -> None:
     """Shared by the ranks that differ in data or context: 4 x 4."""
     p = Parallel(devices=16, context=4, zero=zero, dtype=dtype)
-    found = footprint(LLAMA, p)
-    states = found.parameters + found.gradients + found.optimizer
+    needs = footprint(LLAMA, p)
+    states = needs.parameters + needs.gradients + needs.optimizer
     assert states == pytest.approx(per_parameter * whole(LLAMA).total)
 
 
 def test_fully_sharded_parameters_are_gathered_by_layer() -> None:
     total = whole(LLAMA).total
     layer = weights.attention(LLAMA, 0).total + weights.ffn(LLAMA, 0).total
-    found = footprint(LLAMA, Parallel(devices=64, zero=3))
-    assert found.parameters == 2 * (total / 64 + 2 * layer)
-    assert found.gradients == GRADIENT * (total / 64 + layer)
-    assert found.optimizer == (ADAM + MASTER) * total / 64
+    needs = footprint(LLAMA, Parallel(devices=64, zero=3))
+    assert needs.parameters == 2 * (total / 64 + 2 * layer)
+    assert needs.gradients == GRADIENT * (total / 64 + layer)
+    assert needs.optimizer == (ADAM + MASTER) * total / 64
 
 
 def test_experts_have_their_own_sharding() -> None:
     p = Parallel(devices=16, expert=8, tensor=2, sequence_parallel=True, expert_tensor=1, zero=0, dtype="float32")
-    found = stage_weights(MIXED, p, 0)
-    assert footprint(MIXED, p).gradients == GRADIENT * (found.sharded / 2 + found.replicated + found.routed / 8)
+    held = stage_weights(MIXED, p, 0)
+    assert footprint(MIXED, p).gradients == GRADIENT * (held.sharded / 2 + held.replicated + held.routed / 8)
     shared = footprint(MIXED, replace(p, zero=1)).optimizer
-    assert shared == pytest.approx(ADAM * ((found.sharded / 2 + found.replicated) / 8 + found.routed / 8 / 2))
+    assert shared == pytest.approx(ADAM * ((held.sharded / 2 + held.replicated) / 8 + held.routed / 8 / 2))
 
 
 def test_tied_embedding_is_on_both_ends() -> None:

@@ -22,18 +22,18 @@ LLAMA = Model(name="llama", layers=8, hidden=1024, heads=8, kv_heads=4, ffn_hidd
 NO_ATTENTION = Seconds(0.0, 0.0)
 
 
-def dense(found: Iteration) -> float:
-    return found.dense + found.head + found.embedding
+def dense(parts: Iteration) -> float:
+    return parts.dense + parts.head + parts.embedding
 
 
 def test_matrix_products_take_their_flops() -> None:
     p = Parallel(seq_length=8192, global_batch=4)
-    found = iteration(LLAMA, p, CLUSTER, NO_ATTENTION)
+    one = iteration(LLAMA, p, CLUSTER, NO_ATTENTION)
     attention = 3 * 4 * sum(core_flops(LLAMA, n, 8192) for n in range(8))
     rest = training_flops(LLAMA, 8192, 4) - attention
-    assert dense(found) == pytest.approx(rest / 100e12, rel=0.05)
-    assert found.seconds == sum(found.parts.values())
-    assert found.tensor_parallel == found.expert_parallel == found.pipeline == found.gradients == 0
+    assert dense(one) == pytest.approx(rest / 100e12, rel=0.05)
+    assert one.seconds == sum(one.parts.values())
+    assert one.tensor_parallel == one.expert_parallel == one.pipeline == one.gradients == 0
     m, p = replace(LLAMA, vocab=128), Parallel(seq_length=128, global_batch=64)
     seconds = iteration(m, p, CLUSTER, NO_ATTENTION).seconds
     assert seconds == pytest.approx(training_flops(m, 128, 64) / 100e12, rel=0.05)
@@ -45,9 +45,9 @@ def test_memory_bound_operations() -> None:
     """A Llama layer reads and writes, forward and backward: 11 h around attention and FFN each, RoPE, SwiGLU."""
     slow = override(CLUSTER, device={"memory_bytes_per_s": 1e12})
     p = Parallel(seq_length=8192)
-    found = iteration(LLAMA, p, slow, NO_ATTENTION).dense - iteration(LLAMA, p, CLUSTER, NO_ATTENTION).dense
+    seconds = iteration(LLAMA, p, slow, NO_ATTENTION).dense - iteration(LLAMA, p, CLUSTER, NO_ATTENTION).dense
     elements = 2 * 11 * 1024 + 4 * (8 + 4) * 128 + (3 + 5) * 4096
-    assert found == pytest.approx(8 * 8192 * 2 * elements / 1e12, rel=0.02)
+    assert seconds == pytest.approx(8 * 8192 * 2 * elements / 1e12, rel=0.02)
 
 
 @pytest.mark.parametrize(("tensor", "context"), [(2, 1), (1, 4), (4, 2)])
@@ -85,12 +85,12 @@ def test_pipeline_bubble() -> None:
     m = replace(LLAMA, vocab=128)
     p = Parallel(devices=4, pipeline=4, seq_length=8192, global_batch=8)
     still = override(CLUSTER, intra={"bytes_per_s": 1e14})
-    found = iteration(m, p, still, Seconds(0.01, 0.02))
-    busy = found.attention + found.dense
-    assert found.pipeline == pytest.approx(busy * 3 / 8, rel=0.01)
+    piped = iteration(m, p, still, Seconds(0.01, 0.02))
+    busy = piped.attention + piped.dense
+    assert piped.pipeline == pytest.approx(busy * 3 / 8, rel=0.01)
     chunks = iteration(m, replace(p, virtual=2), still, Seconds(0.01, 0.02))
-    assert chunks.pipeline == pytest.approx(found.pipeline / 2, rel=0.02)
-    messages = iteration(m, p, CLUSTER, Seconds(0.01, 0.02)).pipeline - found.pipeline
+    assert chunks.pipeline == pytest.approx(piped.pipeline / 2, rel=0.02)
+    messages = iteration(m, p, CLUSTER, Seconds(0.01, 0.02)).pipeline - piped.pipeline
     per_stage = 8 * 2 + 4  # of a middle stage, and those of the others once
     assert messages == pytest.approx(per_stage * 8192 * 1024 * 2 / 100e9, rel=0.02)
 
@@ -98,37 +98,37 @@ def test_pipeline_bubble() -> None:
 def test_slowest_stage_decides() -> None:
     m = replace(LLAMA, vocab=512_000)
     p = Parallel(devices=2, pipeline=2, seq_length=8192, global_batch=64)
-    found = iteration(m, p, CLUSTER, NO_ATTENTION)
-    assert found.head > 10 * found.dense / 64
+    two = iteration(m, p, CLUSTER, NO_ATTENTION)
+    assert two.head > 10 * two.dense / 64
     one = iteration(m, Parallel(seq_length=8192, global_batch=64), CLUSTER, NO_ATTENTION)
-    assert found.head == one.head and found.seconds > one.head
+    assert two.head == one.head and two.seconds > one.head
 
 
 def test_tensor_parallel_collectives() -> None:
     p = Parallel(devices=4, tensor=4, seq_length=8192)
-    found = iteration(LLAMA, p, CLUSTER, NO_ATTENTION)
+    divided = iteration(LLAMA, p, CLUSTER, NO_ATTENTION)
     part = 8192 * 1024 * 2 * 3 / 4 / 100e9
-    assert found.tensor_parallel == pytest.approx((8 * 2 * 4 + 2 * 2) * part), "layers, embedding and output layer"
+    assert divided.tensor_parallel == pytest.approx((8 * 2 * 4 + 2 * 2) * part), "layers, embedding and output layer"
     assert iteration(LLAMA, replace(p, sequence_parallel=True), CLUSTER, NO_ATTENTION).tensor_parallel == (
-        found.tensor_parallel
+        divided.tensor_parallel
     )
 
 
 def test_experts_exchange_tokens() -> None:
     m = replace(LLAMA, ffn_pattern="E", experts=8, top_k=2, expert_hidden=512)
     p = Parallel(devices=8, expert=8, seq_length=8192)
-    found = iteration(m, p, CLUSTER, NO_ATTENTION)
+    routed = iteration(m, p, CLUSTER, NO_ATTENTION)
     sent = 8192 * 2 * 1024 * 2 * 7 / 8
-    assert found.expert_parallel == pytest.approx(8 * 4 * sent / 100e9)
-    assert found.tensor_parallel == 0
-    assert found.dense == pytest.approx(
+    assert routed.expert_parallel == pytest.approx(8 * 4 * sent / 100e9)
+    assert routed.tensor_parallel == 0
+    assert routed.dense == pytest.approx(
         8 * 3 * 8192 * (operations.projections(m, 0) + operations.ffn(m, 0)) / 100e12, rel=0.02
     )
     shared = iteration(replace(m, shared_hidden=512), p, CLUSTER, NO_ATTENTION)
     extra = 8 * 3 * 8192 * operations.mlp(m, 512) / 100e12
-    assert shared.dense - found.dense == pytest.approx(extra, rel=0.02)
+    assert shared.dense - routed.dense == pytest.approx(extra, rel=0.02)
     split = Parallel(devices=8, tensor=2, sequence_parallel=True, expert=4, seq_length=8192)
-    assert iteration(m, split, CLUSTER, NO_ATTENTION).dense == pytest.approx(found.dense / 2, rel=0.02)
+    assert iteration(m, split, CLUSTER, NO_ATTENTION).dense == pytest.approx(routed.dense / 2, rel=0.02)
 
 
 def test_gradient_collectives_overlap_with_the_backward() -> None:

@@ -107,9 +107,9 @@ def test_bad_sizes_are_refused(change: dict[str, object], message: str) -> None:
 
 
 def test_the_problem_of_an_attention_layer() -> None:
-    found = problem(model("llama3-8b"), Parallel(devices=16, tensor=4, context=4, seq_length=8192, micro_batch=2))
-    assert (found.size, found.heads, found.kv_heads, found.head_dim) == (4, 8, 2, 128)
-    assert (found.seq_length, found.batch, found.dtype, found.causal) == (8192, 2, torch.bfloat16, True)
+    plain = problem(model("llama3-8b"), Parallel(devices=16, tensor=4, context=4, seq_length=8192, micro_batch=2))
+    assert (plain.size, plain.heads, plain.kv_heads, plain.head_dim) == (4, 8, 2, 128)
+    assert (plain.seq_length, plain.batch, plain.dtype, plain.causal) == (8192, 2, torch.bfloat16, True)
     latent = problem(model("deepseek-v3"), Parallel(devices=8, tensor=8))
     assert (latent.heads, latent.kv_heads, latent.head_dim, latent.v_head_dim) == (16, 16, 192, 128)
     more_ranks_than_heads = problem(replace(SMALL, vocab=8), Parallel(devices=8, tensor=8))

@@ -51,15 +51,15 @@ def test_bytes_time_and_bound(name: str, options: dict[str, object], saved: int)
 
 def test_the_default_is_priced_as_it_is_sent() -> None:
     """With equal heads and few tokens between nodes, the table chooses bfloat16: of ours alone, and for every size."""
-    found = candidates(place_on(PROBLEM.with_transport(hosts=()), SLOW, 1))
-    for name, some in found.items():
+    by_name = candidates(place_on(PROBLEM.with_transport(hosts=()), SLOW, 1))
+    for name, some in by_name.items():
         for one in some:
             summed = not one.upstream and "gradient_dtype" in one.setup.provider.options
             behind = PROBLEM.size // (one.setup.options.head_parallel or 1)
             narrow = summed and behind > 1 and PROBLEM.seq_length // behind <= TOKENS[1]
             assert one.setup.options.gradient_dtype == ("model" if narrow else None), (name, one.setup.options)
             assert ("--cp-gradient-dtype model" in one.flags) == narrow
-    ring = found["ring"][0]
+    ring = by_name["ring"][0]
     told = candidates(place_on(PROBLEM, SLOW, 1), allowed=Allowed(options=Options(gradient_dtype="float32")))["ring"][0]
     assert least(ring, SLOW, 1).backward < least(told, SLOW, 1).backward
     assert "--cp-gradient-dtype float32" in told.flags
@@ -74,6 +74,6 @@ def test_variants_are_chosen_anew() -> None:
     assert first.setup.options.gradient_dtype == "model"
     burst = settled(providers.get("burst"), problem, Options(backward="kv", layout="zigzag"))
     assert burst.options.gradient_dtype == "model"
-    found = variants(Candidate(name="burst", setup=burst, flags=""))
-    chosen = {one.setup.options.backward: one.setup.options.gradient_dtype for one in found}
+    changed = variants(Candidate(name="burst", setup=burst, flags=""))
+    chosen = {one.setup.options.backward: one.setup.options.gradient_dtype for one in changed}
     assert chosen["q"] is None and chosen["kv"] == "model"

@@ -43,9 +43,9 @@ ALL = [row for rows in ROWS.values() for row in rows]
 def row(table: str, method: str, **where: object) -> Row:
     """The one row of a table with these fields."""
     fields = where.items()
-    found = [r for r in ALL if (r.table, r.method) == (table, method) and all(getattr(r, k) == v for k, v in fields)]
-    assert len(found) == 1
-    return found[0]
+    matching = [r for r in ALL if (r.table, r.method) == (table, method) and all(getattr(r, k) == v for k, v in fields)]
+    assert len(matching) == 1
+    return matching[0]
 
 
 def test_every_compared_row_is_there() -> None:
@@ -149,8 +149,8 @@ def test_other_pages_and_the_planner_quote_the_page() -> None:
         f"{times[1]} published times with a median error of {error[1]} with nothing fitted (absolute ones {absolute[1]}"
         in text
     )
-    found = re.search(r"^\| all \| \d+ \| \d+ of \d+ \| ([\d.]+) % \|$", page, re.M)
-    assert found is not None and math.ceil(float(found[1])) / 100 == KNOWN_ERROR
+    ratios = re.search(r"^\| all \| \d+ \| \d+ of \d+ \| ([\d.]+) % \|$", page, re.M)
+    assert ratios is not None and math.ceil(float(ratios[1])) / 100 == KNOWN_ERROR
     assert math.ceil(float(absolute[1].removesuffix(" %"))) / 100 == SECONDS
     every = re.findall(r"^\| `(\w+)` \| \d+ \|.*\| ([\d.]+) % \|$", page, re.M)
     own = {name: math.ceil(float(error)) / 100 for name, error in every}

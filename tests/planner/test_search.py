@@ -46,19 +46,19 @@ DENSE = {*providers.names()} - {"needed"}
 """Providers considered where every key is seen."""
 
 
-ASKED = Query(model=LLAMA, shapes=[SHAPE], cluster=SLOW)
-ON_DGX = replace(ASKED, cluster=cluster("dgx-h100"))
+QUERY = Query(model=LLAMA, shapes=[SHAPE], cluster=SLOW)
+ON_DGX = replace(QUERY, cluster=cluster("dgx-h100"))
 
 
 @pytest.fixture(scope="module")
-def found() -> Plan:
-    return answer(ASKED)
+def plan() -> Plan:
+    return answer(QUERY)
 
 
-def test_finds_what_exhaustive_search_finds(found: Plan) -> None:
+def test_finds_what_exhaustive_search_finds(plan: Plan) -> None:
     """Every candidate and all its variants, against the few that were simulated; none undercuts its lower bound."""
-    given = place_on(problem(LLAMA, SHAPE), SLOW, 1)
-    every = [c for some in candidates(given).values() for c in some]
+    its = place_on(problem(LLAMA, SHAPE), SLOW, 1)
+    every = [c for some in candidates(its).values() for c in some]
     every += [v for c in every for v in variants(c)]
     seconds = []
     for candidate in every:
@@ -66,15 +66,15 @@ def test_finds_what_exhaustive_search_finds(found: Plan) -> None:
         assert bound.forward <= priced.main.forward.seconds * (1 + 1e-9), candidate.flags
         assert bound.backward <= priced.main.backward.seconds * (1 + 1e-9), candidate.flags
         seconds.append(priced.iteration.seconds)
-    assert min(p.iteration.seconds for p in found.methods) <= min(seconds) * 1.02
-    assert found.simulated < len(every) / 2
+    assert min(p.iteration.seconds for p in plan.methods) <= min(seconds) * 1.02
+    assert plan.simulated < len(every) / 2
 
 
 def test_no_more_is_simulated_than_tried() -> None:
     """Of a method with one candidate the variants are tried, too."""
     only = Allowed(options=Options(intra_size=2, backward="q"))
-    found = answer(replace(ASKED, allowed=only))
-    assert 1 < found.simulated <= found.tried
+    plan = answer(replace(QUERY, allowed=only))
+    assert 1 < plan.simulated <= plan.tried
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_fixed_options_stay(options: Options, names: set[str]) -> None:
 
 def test_restrictions() -> None:
     zigzag = Allowed(layouts=["zigzag"], stock=False)
-    found = candidates(PROBLEM, allowed=zigzag)
-    every = [c for some in found.values() for one in some for c in (one, *variants(one, zigzag))]
+    by_name = candidates(PROBLEM, allowed=zigzag)
+    every = [c for some in by_name.values() for one in some for c in (one, *variants(one, zigzag))]
     assert {c.setup.layout for c in every} == {"zigzag"}
     assert "attention2d" in {c.name for c in every} and not any(c.upstream for c in every)
     nothing = Allowed(stock=False, refused="a rule")
@@ -117,58 +117,58 @@ def test_programs_are_reproducible(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert first == second
 
 
-def test_the_simplest_of_a_tie_is_named(found: Plan) -> None:
+def test_the_simplest_of_a_tie_is_named(plan: Plan) -> None:
     """Who ties is beaten by nobody beyond the typical error of the two; all others are."""
 
     def beaten(p: Priced, q: Priced) -> bool:
         return p.iteration.seconds > (1 + typical_error(p.provider, q.provider)) * q.iteration.seconds * (1 + 1e-9)
 
-    tied, slower = found.methods[: found.tied], found.methods[found.tied :]
-    assert len(tied) > 1 and not any(beaten(p, q) for p in tied for q in found.methods)
+    tied, slower = plan.methods[: plan.tied], plan.methods[plan.tied :]
+    assert len(tied) > 1 and not any(beaten(p, q) for p in tied for q in plan.methods)
     assert all(any(beaten(p, q) for q in tied) for p in slower)
-    assert any(p.iteration.seconds > (1 + KNOWN_ERROR) * found.fastest for p in slower)
+    assert any(p.iteration.seconds > (1 + KNOWN_ERROR) * plan.fastest for p in slower)
     simple = [(not p.candidate.upstream, p.candidate.name != "stock p2p", len(p.candidate.flags.split())) for p in tied]
     assert simple == sorted(simple) and slower == sorted(slower, key=lambda p: p.iteration.seconds)
-    text = "\n".join(why(found))
-    assert f"tie: {tied[1].candidate.name}" in text and f"{found.best.candidate.name} is named as" in text
+    text = "\n".join(why(plan))
+    assert f"tie: {tied[1].candidate.name}" in text and f"{plan.best.candidate.name} is named as" in text
 
 
-def test_ratios_and_their_typical_errors(found: Plan) -> None:
+def test_ratios_and_their_typical_errors(plan: Plan) -> None:
     """No figure reads as a bound, and what ties is said to."""
     console = Console(width=120, file=io.StringIO())
-    print_plan(console, found)
+    print_plan(console, plan)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "±" not in text
     assert f"typical error 10 %; {'; '.join(f'{n} {100 * e:.0f} %' for n, e in OWN.items())}" in text
     joined = re.search(r"within 1 % of (.*?): (.*?)\n(?=typical)", text, re.S)
     others = [] if joined is None else joined[2].replace("\n", " ").split(", ")
-    rest = [(n, p) for n, p in enumerate(found.methods) if p.candidate.name not in others]
-    assert len(rest) + len(others) == len(found.methods)
+    rest = [(n, p) for n, p in enumerate(plan.methods) if p.candidate.name not in others]
+    assert len(rest) + len(others) == len(plan.methods)
     for number, priced in rest:
         (line,) = [line for line in text.splitlines() if line.startswith(f"{priced.candidate.name} ") and "B  " in line]
-        ratio = priced.iteration.seconds / found.fastest
-        assert (" tie" in line) == (number < found.tied) != (f"{ratio:.2f}x" in line)
+        ratio = priced.iteration.seconds / plan.fastest
+        assert (" tie" in line) == (number < plan.tied) != (f"{ratio:.2f}x" in line)
         assert (" tie, simplest " in line) == (number == 0)
-        if number >= found.tied:
-            by = found.beating(priced)
+        if number >= plan.tied:
+            by = plan.beating(priced)
             assert by is not None and f"{priced.candidate.name} takes" in text
             assert f"{by.candidate.name}'s time ({off_by(priced.provider, by.provider)})" in text
-    told = as_json(found)
-    assert [m["typical_error"] for m in told["methods"]] == [typical_error(p.provider) for p in found.methods]
-    assert told["tied"][0] == told["methods"][0]["method"] and told["methods"][0]["flags"] == flags(found.best)
+    told = as_json(plan)
+    assert [m["typical_error"] for m in told["methods"]] == [typical_error(p.provider) for p in plan.methods]
+    assert told["tied"][0] == told["methods"][0]["method"] and told["methods"][0]["flags"] == flags(plan.best)
 
 
-def test_a_gain_is_named_by_its_causes(found: Plan) -> None:
+def test_a_gain_is_named_by_its_causes(plan: Plan) -> None:
     """In one shape stock loses by the attention it repeats, which is told, and its best method says so by a factor."""
-    theirs = next(p for p in found.methods[found.tied :] if p.candidate.upstream)
-    parts = gain(found, found.best, theirs)
-    assert gain(found, found.best, theirs) is parts, "simulated once"
-    assert math.prod(parts[:3]) == pytest.approx(theirs.iteration.seconds / found.best.iteration.seconds)
+    theirs = next(p for p in plan.methods[plan.tied :] if p.candidate.upstream)
+    parts = gain(plan, plan.best, theirs)
+    assert gain(plan, plan.best, theirs) is parts, "simulated once"
+    assert math.prod(parts[:3]) == pytest.approx(theirs.iteration.seconds / plan.best.iteration.seconds)
     assert parts.named[0][0] == "attention not repeated" and parts.shape == pytest.approx(1)
     assert parts.method == pytest.approx(
-        (theirs.iteration.seconds - theirs.repeats) / found.best.iteration.seconds, rel=0.05
+        (theirs.iteration.seconds - theirs.repeats) / plan.best.iteration.seconds, rel=0.05
     )
-    assert f"): {parts}" in (text := "\n".join(why(found))) and f"{theirs.candidate.name} takes" in text
+    assert f"): {parts}" in (text := "\n".join(why(plan))) and f"{theirs.candidate.name} takes" in text
 
 
 def test_a_clear_gain_is_no_tie_because_another_is_uncertain() -> None:
@@ -182,8 +182,8 @@ def test_a_clear_gain_is_no_tie_because_another_is_uncertain() -> None:
 def test_stock_repeats_attention_under_recomputation(recompute: Recompute) -> None:
     """Ours keeps its output; stock Megatron runs its forward once more, messages included, and keeps less."""
     shape = replace(SHAPE, recompute=recompute)
-    given = candidates(place_on(problem(LLAMA, shape), SLOW, 1))
-    theirs, ours = (price(given[name][0], LLAMA, shape, SLOW) for name in ("stock p2p", "ring"))
+    by_name = candidates(place_on(problem(LLAMA, shape), SLOW, 1))
+    theirs, ours = (price(by_name[name][0], LLAMA, shape, SLOW) for name in ("stock p2p", "ring"))
     expected = 0.0 if recompute == "none" else LLAMA.layers * theirs.main.forward.seconds
     assert theirs.repeats == pytest.approx(expected) and ours.repeats == 0
     assert (theirs.footprint.total < ours.footprint.total) == (recompute != "none")
@@ -192,14 +192,14 @@ def test_stock_repeats_attention_under_recomputation(recompute: Recompute) -> No
 @nightly
 def test_each_side_in_its_own_best_shape() -> None:
     """As good as each side searched alone; stock may recompute what leaves attention's output."""
-    asked = fitting(from_name("llama3-8b", 64, 2**19, "dgx-h100", Fixed()))
-    both = answer(asked)
+    query = fitting(from_name("llama3-8b", 64, 2**19, "dgx-h100", Fixed()))
+    both = answer(query)
     for upstream in (False, True):
         own = [p for p in both.methods if p.candidate.upstream == upstream]
         assert len({sizes(p.parallel) for p in own}) == 1
-        every = [k for shape in asked.shapes for k in (shape, *selections(asked.model, shape))]
+        every = [k for shape in query.shapes for k in (shape, *selections(query.model, shape))]
         only = Allowed(refused="a rule") if upstream else Allowed(stock=False)
-        some = answer(replace(asked, shapes=every, free=False, allowed=only))
+        some = answer(replace(query, shapes=every, free=False, allowed=only))
         assert min(p.iteration.seconds for p in own) <= (1 + KNOWN_ERROR) * some.fastest
     assert both.best.candidate.upstream and both.best.repeats == 0
     shown = flags(both.best)
@@ -208,8 +208,8 @@ def test_each_side_in_its_own_best_shape() -> None:
 
 def test_without_context_parallelism_stock_is_named() -> None:
     shape = Parallel(devices=8, tensor=8, seq_length=4096, sequence_parallel=True)
-    found = answer(replace(ON_DGX, shapes=[shape], free=True))
-    assert found.best.candidate.name == "stock" and "--cp-" not in flags(found.best)
+    plan = answer(replace(ON_DGX, shapes=[shape], free=True))
+    assert plan.best.candidate.name == "stock" and "--cp-" not in flags(plan.best)
 
 
 @pytest.mark.parametrize(
@@ -217,16 +217,16 @@ def test_without_context_parallelism_stock_is_named() -> None:
 )
 def test_upstreams_all_to_all_divides_key_value_heads(size: int, kv_heads: int, shared: set[int]) -> None:
     """Transformer Engine does not repeat them, as ours does."""
-    found = candidates(Problem(size=size, heads=16, kv_heads=kv_heads))
-    assert {c.setup.options.head_parallel for c in found.get("stock a2a+p2p", [])} == shared
-    assert bool(found.get("stock a2a")) == (kv_heads % size == 0)
+    by_name = candidates(Problem(size=size, heads=16, kv_heads=kv_heads))
+    assert {c.setup.options.head_parallel for c in by_name.get("stock a2a+p2p", [])} == shared
+    assert bool(by_name.get("stock a2a")) == (kv_heads % size == 0)
 
 
 @one_case
 @pytest.mark.parametrize("fp8", [(None,), (None, "comm")])
-def test_all_lines_fit_the_terminal(found: Plan, fp8: tuple[Fp8 | None, ...]) -> None:
-    asked = replace(ASKED, model=model("llama2-7b"), shapes=[replace(SHAPE, seq_length=2**15)], fp8=fp8)
-    for one, width in product((found, answer(asked, hopeless=math.inf)), (80, 100)):
+def test_all_lines_fit_the_terminal(plan: Plan, fp8: tuple[Fp8 | None, ...]) -> None:
+    query = replace(QUERY, model=model("llama2-7b"), shapes=[replace(SHAPE, seq_length=2**15)], fp8=fp8)
+    for one, width in product((plan, answer(query, hopeless=math.inf)), (80, 100)):
         console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
         print_plan(console, one)
         lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -240,19 +240,19 @@ def test_all_lines_fit_the_terminal(found: Plan, fp8: tuple[Fp8 | None, ...]) ->
         assert pasted == flags(one.best), "they can be pasted into a shell"
 
 
-def test_answer_has_every_method_and_the_winners_flags(found: Plan) -> None:
-    shown = {p.candidate.name for p in found.methods} | {lost.name for lost in found.lost} | set(found.cannot)
+def test_answer_has_every_method_and_the_winners_flags(plan: Plan) -> None:
+    shown = {p.candidate.name for p in plan.methods} | {lost.name for lost in plan.lost} | set(plan.cannot)
     assert DENSE | {"stock p2p", "stock all_gather", "stock a2a+p2p"} <= shown
-    text = flags(found.best)
+    text = flags(plan.best)
     assert "--context-parallel-size 16" in text and "--recompute-granularity full" in text
-    assert f"--cp-provider {found.best.candidate.name}" in text or "--cp-comm-type" in text
-    assert next(iter(why(found))).startswith(found.best.candidate.name)
+    assert f"--cp-provider {plan.best.candidate.name}" in text or "--cp-comm-type" in text
+    assert next(iter(why(plan))).startswith(plan.best.candidate.name)
 
 
 def test_memory_limits_the_choice() -> None:
     shapes = [Parallel(devices=8, context=8, seq_length=2**20, recompute=again) for again in ("none", "full")]
-    asked = fitting(from_name("llama3-8b", 64, 2**20, "dgx-h100", Fixed(context=64)))
-    assert {s.recompute for s in asked.shapes} == {"full"}
+    query = fitting(from_name("llama3-8b", 64, 2**20, "dgx-h100", Fixed(context=64)))
+    assert {s.recompute for s in query.shapes} == {"full"}
     with pytest.raises(ValueError, match=r"nothing fits: llama3-8b with 1048576 tokens on 8 devices needs at least"):
         answer(replace(ON_DGX, shapes=shapes, limit=30e9))
 
@@ -263,7 +263,7 @@ def test_more_recomputation_where_attention_does_not_fit() -> None:
     thin = replace(LLAMA, vocab=1024, ffn_hidden=1024)  # otherwise the loss needs as much memory at another time
     less, more = (replace(SHAPE, recompute=again) for again in ("none", "full"))
     limit = footprint(thin, less).total + 1
-    alone, both = (answer(replace(ASKED, model=thin, shapes=some, limit=limit)) for some in ([less], [more, less]))
+    alone, both = (answer(replace(QUERY, model=thin, shapes=some, limit=limit)) for some in ([less], [more, less]))
     assert not alone.fits(alone.best)
     assert both.fits(both.best) and both.best.parallel.recompute == "full"
 
@@ -271,49 +271,51 @@ def test_more_recomputation_where_attention_does_not_fit() -> None:
 @pytest.mark.parametrize("window", [(4095, 0), (2**15 - 2, 0), (100, 30), (-1, 7)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_window_is_bounded_by_what_it_shows(window: Window, causal: bool) -> None:
-    given = replace(PROBLEM, window=window, causal=causal)
-    setup = settled(providers.get("ring"), given, Options(layout="zigzag"))
-    seen = sum(program(setup, index).pairs() for index in range(given.size))
-    bound, free = (computes(its, SLOW, linear=False) for its in (given, replace(given, window=None)))
-    assert pairs(given) * given.heads == seen
-    assert bound.forward / free.forward == pytest.approx(pairs(given) / pairs(replace(given, window=None)), rel=1e-4)
+    windowed = replace(PROBLEM, window=window, causal=causal)
+    setup = settled(providers.get("ring"), windowed, Options(layout="zigzag"))
+    seen = sum(program(setup, index).pairs() for index in range(windowed.size))
+    bound, free = (computes(its, SLOW, linear=False) for its in (windowed, replace(windowed, window=None)))
+    assert pairs(windowed) * windowed.heads == seen
+    assert bound.forward / free.forward == pytest.approx(
+        pairs(windowed) / pairs(replace(windowed, window=None)), rel=1e-4
+    )
 
 
 def test_linear_layers_alone() -> None:
     """Each method once, none below its bound. lasp1 passes one state on: its busiest rank sends its formula."""
     layers = replace(LLAMA, attention_pattern="L", linear="basic")
-    every = answer(replace(ASKED, model=layers), hopeless=math.inf).methods
+    every = answer(replace(QUERY, model=layers), hopeless=math.inf).methods
     names = [one.candidate.name for one in every]
     assert len(set(names)) == len(names), "stock Megatron has none of them"
     for one in every:
         bound = least(one.candidate, SLOW, 1)
         assert bound.forward <= one.main.forward.seconds and bound.backward <= one.main.backward.seconds, names
-    found = next(one for one in every if one.candidate.name == "lasp1")
-    setup = found.candidate.setup
+    lasp1 = next(one for one in every if one.candidate.name == "lasp1")
+    setup = lasp1.candidate.setup
     formulas = [setup.provider.traffic(setup.problem, setup.options, i) for i in range(SHAPE.context)]
-    assert found.sent == max(sum(formula.values()) for formula in formulas) > 0
+    assert lasp1.sent == max(sum(formula.values()) for formula in formulas) > 0
 
 
 def test_hybrid_layers_are_priced_by_kind() -> None:
     hybrid = replace(LLAMA, name="hybrid", attention_pattern="LLLN", linear="basic", layers=8)
     shape = Parallel(devices=8, context=8, seq_length=2**16, recompute="full")
-    mixed, dense = (answer(replace(ASKED, model=m, shapes=[shape])) for m in (hybrid, LLAMA))
+    mixed, dense = (answer(replace(QUERY, model=m, shapes=[shape])) for m in (hybrid, LLAMA))
     assert set(mixed.best.timelines) == {"L", "N"}
     assert mixed.best.timelines["L"].seconds < dense.best.main.seconds / 3
 
 
 def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = ["plan", "--model", "llama3-8b", "--cluster", "h100-1-per-node", "--devices", "8", "--context", "8"]
-    asked += ["--tensor", "1", "--pipeline", "1", "--seq-length", "65536"]
+    words = ["plan", "--model", "llama3-8b", "--cluster", "h100-1-per-node", "--devices", "8", "--context", "8"]
+    words += ["--tensor", "1", "--pipeline", "1", "--seq-length", "65536"]
     picture = tmp_path / "plan.svg"
-    done = CliRunner().invoke(app, [*asked, "--json", "--plot", str(picture)])
+    done = CliRunner().invoke(app, [*words, "--json", "--plot", str(picture)])
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
     assert all(f">{method['method']}<" in picture.read_text() for method in answer["methods"])
     assert answer["methods"][0]["method"] == answer["tied"][0]
     assert "--context-parallel-size 8" in answer["methods"][0]["flags"]
     monkeypatch.setattr(Plan, "fits", lambda *_: False)
-    done = CliRunner().invoke(app, asked)
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 1 and "nothing fits" in done.output, "the best of what does not fit is shown, and fails"
     assert re.search(r"planned in \d+\.\d s", done.output)
     assert "    --tensor-model-parallel-size 1" in done.output and answer["methods"][0]["method"] in done.output

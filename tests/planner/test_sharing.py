@@ -49,9 +49,9 @@ def test_idle_ranks_leave_their_share_to_others():
 def test_concurrent_messages_share_a_link():
     """One of a second and one of two: both at half the rate, until the first arrives after two seconds."""
     both = (_post(0, "cp", 1, 1, 1, "a"), _post(1, "cp", 2, 1, 1, "b"))
-    here = (*both, Wait(0))
-    there = tuple(p._replace(to=0, source=0) for p in both)
-    assert _ends((*here,), (*there, Wait(1))) == {0: pytest.approx(2), 1: pytest.approx(3)}
+    first = (*both, Wait(0))
+    second = tuple(p._replace(to=0, source=0) for p in both)
+    assert _ends((*first,), (*second, Wait(1))) == {0: pytest.approx(2), 1: pytest.approx(3)}
 
 
 def test_chained_messages_are_serial():

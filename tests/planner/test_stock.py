@@ -33,8 +33,8 @@ MASKS = pytest.mark.parametrize(
 
 
 def gathering(problem: Problem) -> Candidate:
-    (found,) = candidates(problem)["stock all_gather"]
-    return found
+    (one,) = candidates(problem)["stock all_gather"]
+    return one
 
 
 def called(one: Candidate) -> Timeline:
@@ -48,14 +48,14 @@ def traced(problem: Problem, index: int = 3) -> tuple[Program, Problem]:
 
 def passes(events: tuple[Event, ...]) -> list[int]:
     """Bytes of the passes over memory between two other events."""
-    found, sums = [], 0
+    between, sums = [], 0
     for event in events:
         if isinstance(event, Memory):
             sums += event.nbytes
         else:
-            found.append(sums)
+            between.append(sums)
             sums = 0
-    return [*found, sums]
+    return [*between, sums]
 
 
 def kinds(events: tuple[Event, ...]) -> list[str]:
@@ -66,11 +66,11 @@ def kinds(events: tuple[Event, ...]) -> list[str]:
 @MASKS
 def test_nothing_runs_beside_a_message(problem: Problem) -> None:
     """Each gather and each scatter is waited for before anything else is launched or sent."""
-    found, _ = traced(problem)
+    stock, _ = traced(problem)
     gathers, scatters = ["all_gather", "Wait"] * 2, ["reduce_scatter", "Wait"] * 2
-    assert kinds(found.forward) == [*gathers, "Attention"]
-    assert kinds(found.backward) == [*gathers, "Attention", *scatters]
-    for events in (found.forward, found.backward):
+    assert kinds(stock.forward) == [*gathers, "Attention"]
+    assert kinds(stock.backward) == [*gathers, "Attention", *scatters]
+    for events in (stock.forward, stock.backward):
         for event, after in pairwise(events):
             assert not isinstance(event, Post) or after == Wait(event.number)
 
@@ -78,16 +78,16 @@ def test_nothing_runs_beside_a_message(problem: Problem) -> None:
 @MASKS
 def test_bytes_of_messages_and_passes(problem: Problem) -> None:
     """Whole keys and values are gathered, reordered, zeroed and scattered, whatever the mask; gradients in bfloat16."""
-    found, p = traced(problem)
+    stock, p = traced(problem)
     whole = p.seq_length * p.kv_heads * p.head_dim * 2
     queries = p.seq_length // SIZE * p.heads * p.head_dim * 2
     ids, lse = 2 * SIZE * 4, p.seq_length // SIZE * p.heads * 4
-    posts = [e for e in (*found.forward, *found.backward) if isinstance(e, Post)]
+    posts = [e for e in (*stock.forward, *stock.backward) if isinstance(e, Post)]
     assert [post.nbytes for post in posts] == [whole // SIZE * (SIZE - 1)] * 6
     in_order = 2 * (2 * whole + ids)
     # results that packed documents' kernels only write in part: both chunks' output, dq, dk and dv, and the whole dq
     zeroed = queries if p.bounds else 0, whole if p.bounds else 0
-    assert passes(found.forward) == [0, 0, 0, 0, in_order + queries + 2 * zeroed[0], 2 * queries]
+    assert passes(stock.forward) == [0, 0, 0, 0, in_order + queries + 2 * zeroed[0], 2 * queries]
     # the slices that both chunks' kernels were given, read twice and written once, for keys and values
     chunks = (3, 2 * SIZE - 1 - 3)
     own = 2 * p.seq_length if p.bounds else sum(slice_of(p, n) for n in chunks)
@@ -100,7 +100,7 @@ def test_bytes_of_messages_and_passes(problem: Problem) -> None:
     before, copied = 2 * whole + zeroed[0], 2 * queries
     zero = 2 * (zeroed[0] + 2 * zeroed[1])
     expected = [before, 0, 0, 0, in_order + 2 * queries + statistics + zero, copied + added + in_order, 0, 0, 0, 0]
-    assert passes(found.backward) == expected
+    assert passes(stock.backward) == expected
 
 
 def slice_of(problem: Problem, number: int) -> int:
@@ -143,16 +143,16 @@ def test_a_window_spares_stock_no_copy() -> None:
 
 def test_peaks_hold_the_copies() -> None:
     """Forward: k and v gathered, and one of them reordered; backward: their gradients, and the kernel's, too."""
-    found, p = traced(DENSE, SIZE - 1)
+    stock, p = traced(DENSE, SIZE - 1)
     whole = p.seq_length * p.kv_heads * p.head_dim * 2
-    assert found.peaks.forward >= 3 * whole and found.peaks.backward >= 6 * whole
+    assert stock.peaks.forward >= 3 * whole and stock.peaks.backward >= 6 * whole
 
 
 def test_other_methods_move_what_ours_do() -> None:
     """With gradients of keys and values half as wide."""
-    found = candidates(replace(DENSE, kv_heads=8))
+    by_name = candidates(replace(DENSE, kv_heads=8))
     for name in ("stock p2p", "stock a2a", "stock a2a+p2p"):
-        setup = found[name][0].setup
+        setup = by_name[name][0].setup
         ours, theirs = program(setup, 0), stock_program(setup, 0)
         assert ours.forward == theirs.forward and len(ours.backward) == len(theirs.backward)
         changed = [(a, b) for a, b in zip(ours.backward, theirs.backward, strict=True) if a != b]
@@ -172,6 +172,6 @@ def test_rules_name_their_versions_and_decide_the_candidates() -> None:
         (replace(DENSE, sink=True), stock_rules.SINKS),
         (PACKED, stock_rules.DOCUMENTS),
     ):
-        found = candidates(replace(problem, kv_heads=8))
-        offered = {name.split()[1] for name, some in found.items() if name.startswith("stock ") and some}
+        by_name = candidates(replace(problem, kv_heads=8))
+        offered = {name.split()[1] for name, some in by_name.items() if name.startswith("stock ") and some}
         assert offered == set(rule.since)

@@ -30,8 +30,8 @@ LINEAR_BASELINE = "linear_ring"  # thousands of small products: slow to trace, n
 
 def setups(problem: Problem, **options: Any) -> list[Setup]:
     names = [*providers.names(), *(n for n in providers.names("linear") if n != LINEAR_BASELINE)]
-    found = [settled(providers.get(name), problem, Options(**options)) for name in names]
-    return [setup for setup in found if setup.reason is None]
+    every = [settled(providers.get(name), problem, Options(**options)) for name in names]
+    return [setup for setup in every if setup.reason is None]
 
 
 def toy(*, per_node: int = 1, nics: int = 1, rate: float = 1e9) -> Cluster:
@@ -50,8 +50,8 @@ def test_ranks_share_all_pairs(size: int, causal: bool) -> None:
         for index, one in enumerate(programs):
             assert one.sent == setup.provider.traffic(problem, setup.options, index), setup.provider.name
         if setup.provider.kind == "softmax":
-            found = sum(one.pairs() for one in programs)
-            assert found == (n * (n + 1) // 2 if causal else n * n) * problem.heads, setup.provider.name
+            seen = sum(one.pairs() for one in programs)
+            assert seen == (n * (n + 1) // 2 if causal else n * n) * problem.heads, setup.provider.name
 
 
 def test_pairs_are_counted_in_whole_blocks() -> None:
@@ -72,14 +72,14 @@ def test_a_ring_of_two_by_hand() -> None:
     kv = 2 * 2048 * 4 * 64 * 2
     ring = settled(providers.get("ring"), problem, Options(gradient_dtype="float32"))
     for rate in (1e9, 1e8):
-        found = simulate(ring, cluster=toy(rate=rate), ranks="all")
+        timeline = simulate(ring, cluster=toy(rate=rate), ranks="all")
         message = kv / rate
-        assert found.forward.seconds == pytest.approx(2 * kernel + max(0.0, message - kernel), rel=1e-3)
+        assert timeline.forward.seconds == pytest.approx(2 * kernel + max(0.0, message - kernel), rel=1e-3)
         # one hop of k, v beside the first kernel; dk, dv in float32 return exposed after the second
         backward, home = 2.5 * kernel, 2 * message
         expected = max(backward, message) + backward + home
-        assert found.backward.seconds == pytest.approx(expected, rel=2e-2)
-        assert found.exposed_s[0] == pytest.approx(found.seconds - 2 * kernel - 2 * backward, rel=2e-2)
+        assert timeline.backward.seconds == pytest.approx(expected, rel=2e-2)
+        assert timeline.exposed_s[0] == pytest.approx(timeline.seconds - 2 * kernel - 2 * backward, rel=2e-2)
 
 
 def test_cards_of_a_node_are_shared() -> None:

@@ -54,8 +54,8 @@ def test_the_front_pages_state_the_bytes_of_a_grid(monkeypatch: pytest.MonkeyPat
 
 def test_the_example_has_one_answer(page: ModuleType) -> None:
     """The command's method, shape and recomputation are the sentence's, and the method is that of the page's row."""
-    asked = {"model": CANONICAL.model, "cluster": CANONICAL.cluster, "devices": CANONICAL.devices}
-    words = [f"--{name}={value}" for name, value in {**asked, "seq-length": CANONICAL.tokens}.items()]
+    example = {"model": CANONICAL.model, "cluster": CANONICAL.cluster, "devices": CANONICAL.devices}
+    words = [f"--{name}={value}" for name, value in {**example, "seq-length": CANONICAL.tokens}.items()]
     done = CliRunner().invoke(app, ["plan", *words, "--json"])
     assert done.exit_code == 0, done.output
     planned = json.loads(done.stdout)["methods"][0]
