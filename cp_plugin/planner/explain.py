@@ -134,7 +134,7 @@ def explain(model: Model, parallel: Parallel, setup: Setup, cluster: Cluster) ->
     )
 
 
-def split(of: Pass) -> dict[int, dict[str, float]]:
+def split(one: Pass) -> dict[int, dict[str, float]]:
     """Rank -> its seconds by cause, which add up to those of the slowest rank.
 
     kernels    attention and matrix products
@@ -143,14 +143,14 @@ def split(of: Pass) -> dict[int, dict[str, float]]:
     waiting    exposed communication
     idle       from its own end to that of the slowest rank
     """
-    spent = {kind: of.total(kind) for kind in ("attention", "products", "memory", HOST, WAITING)}
+    spent = {kind: one.total(kind) for kind in ("attention", "products", "memory", HOST, WAITING)}
     return {
         rank: {
             "kernels": spent["attention"][rank] + spent["products"][rank],
             **{kind: spent[kind][rank] for kind in ("memory", HOST, WAITING)},
-            "idle": of.seconds - end,
+            "idle": one.seconds - end,
         }
-        for rank, end in of.ends.items()
+        for rank, end in one.ends.items()
     }
 
 

@@ -112,7 +112,7 @@ def _count_pairs(shapes: tuple[Shape, ...], direction: Direction, block: tuple[i
 
 def _pad_to_blocks(shape: Shape, block: tuple[int, int]) -> Shape:
     """The tile padded to whole blocks."""
-    rows, keys = (-(-size // of) * of for size, of in zip(shape[:2], block, strict=True))
+    rows, keys = (-(-size // unit) * unit for size, unit in zip(shape[:2], block, strict=True))
     return Shape(rows, keys, keys - 1 if shape.diagonal >= shape.keys - 1 else shape.diagonal)
 
 

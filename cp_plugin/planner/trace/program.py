@@ -55,13 +55,13 @@ class Program:
         return sum(Tile(range(s.rows), range(s.keys), s.diagonal).pairs * e.heads for e in kernels for s in e.shapes)
 
 
-def join_tiles(of: Program) -> Program:
+def join_tiles(one: Program) -> Program:
     """The same where one call of a library takes any tiles of a mask, as in other implementations."""
     forward, backward = (
         tuple(e._replace(auto=None) if isinstance(e, Attention) else e for e in each)
-        for each in (of.forward, of.backward)
+        for each in (one.forward, one.backward)
     )
-    return replace(of, forward=forward, backward=backward)
+    return replace(one, forward=forward, backward=backward)
 
 
 def program(setup: Setup, index: int, *, tiled: bool = False) -> Program:

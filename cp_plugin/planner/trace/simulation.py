@@ -199,8 +199,8 @@ class _Work:
 
     left: float
     """Seconds at the profile's rate."""
-    of: Hashable
-    """The shared resource; None: a latency."""
+    resource: Hashable
+    """The shared one; None: a latency."""
     done: Callable[[], object]
 
 
@@ -223,8 +223,8 @@ class SharedSimulation(Simulation):
 
     def _advance(self) -> None:
         """Advance to the next completion."""
-        users = Counter(work.of for work in self._works)
-        speeds = [self._speed(work.of, users[work.of]) for work in self._works]
+        users = Counter(work.resource for work in self._works)
+        speeds = [self._speed(work.resource, users[work.resource]) for work in self._works]
         passed = min(work.left / speed for work, speed in zip(self._works, speeds, strict=True))
         self._now += passed
         for work, speed in zip(self._works, speeds, strict=True):
@@ -234,11 +234,11 @@ class SharedSimulation(Simulation):
         for work in finished:
             work.done()
 
-    def _speed(self, of: Hashable, users: int) -> float:
+    def _speed(self, resource: Hashable, users: int) -> float:
         """Rate relative to the profile, which was measured with all ranks at work and one message per link."""
-        if of is None:
+        if resource is None:
             return 1.0
-        if of == _PROCESSORS:
+        if resource == _PROCESSORS:
             return min(float(self._device.shared_by), len(self._ranks) / users)
         return 1 / users
 

@@ -198,13 +198,13 @@ class _Narrow(Over):
         return self._sum_and_scatter(axis, tensors)
 
 
-def _as_sent(of: Program) -> Program:
+def _as_sent(ours: Program) -> Program:
     """A program with dk and dv in the dtype of k and v, as Transformer Engine sends them, whose kernels take any tiles
     of a mask in one call.
 
     Ours are float32: twice the bytes of the keys and values sent before them. The ledger stays that of ours.
     """
-    exchanged = [e.nbytes for e in of.backward if isinstance(e, Post) and e.verb == "exchange"]
+    exchanged = [e.nbytes for e in ours.backward if isinstance(e, Post) and e.verb == "exchange"]
     least_exchanged = min(exchanged, default=0)
 
     def narrowed(event: Event) -> Event:
@@ -213,4 +213,4 @@ def _as_sent(of: Program) -> Program:
         wide = event.verb == "reduce_scatter" or (event.verb == "exchange" and event.nbytes > least_exchanged)
         return event._replace(nbytes=event.nbytes // 2) if wide else event
 
-    return join_tiles(replace(of, backward=tuple(map(narrowed, of.backward))))
+    return join_tiles(replace(ours, backward=tuple(map(narrowed, ours.backward))))

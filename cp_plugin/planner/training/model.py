@@ -127,13 +127,13 @@ def model(name: str) -> Model:
     return find("model", name, models())
 
 
-def check_sizes(prefix: str, of: object, positive: Iterable[str], optional: Iterable[str]) -> None:
+def check_sizes(prefix: str, owner: object, positive: Iterable[str], optional: Iterable[str]) -> None:
     """ValueError naming the fields that are below 1, and the optional ones below 0."""
     small = [
-        (name, getattr(of, name))
+        (name, getattr(owner, name))
         for least, names in ((1, positive), (0, optional))
         for name in names
-        if getattr(of, name) < least
+        if getattr(owner, name) < least
     ]
     if small:
         listed = ", ".join(f"{name} {value}" for name, value in small)
