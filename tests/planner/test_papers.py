@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
+import papers_page
 import pytest
 from evidence import data, experiment
 from evidence.data import Row
@@ -27,7 +27,6 @@ from cp_plugin.planner.training.model import models
 from cp_plugin.tools import plan as plan_command
 from cp_plugin.tools.app import app
 
-GENERATOR = "papers_page"
 ROWS = {name: data.rows(name) for name in data.NAMES}
 PUBLISHED = {
     "attention2d": (3, 41),
@@ -102,9 +101,9 @@ def test_command_without_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @nightly
-def test_every_prediction_is_on_the_page(page: ModuleType) -> None:
+def test_every_prediction_is_on_the_page() -> None:
     """No profile constant, prediction or error can change unnoticed."""
-    assert all(path.read_text() == text for path, text in page.files().items()), "run python docs/generate.py"
+    assert all(path.read_text() == text for path, text in papers_page.files().items()), "run python docs/generate.py"
 
 
 def test_the_command_prints_the_summary_last_and_says_whether_it_passes() -> None:

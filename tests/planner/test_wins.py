@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
-import pytest
+import wins_page as page
 from evidence import regimes
 from evidence.regimes import CANONICAL, REGIMES, verdict
+from front_picture import share
 from nightly import nightly
 from typer.testing import CliRunner
 
@@ -18,10 +17,9 @@ from cp_plugin.planner.errors import typical_error
 from cp_plugin.tools.app import app
 
 ROOT = Path(__file__).parents[2]
-GENERATOR = "wins_page"
 
 
-def test_a_row_is_up_to_date(page: ModuleType) -> None:
+def test_a_row_is_up_to_date() -> None:
     regime = next(one for one in REGIMES if one.name == "one node")
     for cells in (page.row(regime), page.shapes(regime)):
         assert "|" + "".join(f" {cell} |" if cell else " |" for cell in cells) in page.PAGE.read_text(), (
@@ -30,7 +28,7 @@ def test_a_row_is_up_to_date(page: ModuleType) -> None:
 
 
 @nightly
-def test_page_is_up_to_date(page: ModuleType) -> None:
+def test_page_is_up_to_date() -> None:
     assert all(path.read_text() == text for path, text in page.files().items()), "run python docs/generate.py"
 
 
@@ -42,17 +40,15 @@ def test_verdicts() -> None:
     assert verdict(1 + worse, "usp", "attention2d").startswith("tie") and verdict(1 + worse, "usp") == "**1.28x**"
 
 
-def test_the_front_pages_state_the_bytes_of_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_front_pages_state_the_bytes_of_a_grid() -> None:
     """With the heads and ranks they hold for."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    share = importlib.import_module("front_picture").share
     front, index = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/index.md"))
     mha, gqa, few = (f"{share(*of):.2f}" for of in ((64, 32), (64, 8), (8, 8)))
     assert f"with 32 key/value heads for 32 query heads {mha}, with 8 of them {gqa}, on 8 ranks {few}" in front
     assert f"it sends {gqa} of a ring's bytes on 64 ranks, and {few} on 8" in index
 
 
-def test_the_example_has_one_answer(page: ModuleType) -> None:
+def test_the_example_has_one_answer() -> None:
     """The command's method, shape and recomputation are the sentence's, and the method is that of the page's row."""
     example = {"model": CANONICAL.model, "cluster": CANONICAL.cluster, "devices": CANONICAL.devices}
     words = [f"--{name}={value}" for name, value in {**example, "seq-length": CANONICAL.tokens}.items()]
