@@ -87,7 +87,7 @@ def joined(shape: Parallel, documents: Sequence[int]) -> Parallel:
     return replace(shape, documents=tuple(documents), seq_length=sum(documents), micro_batch=1, global_batch=batch)
 
 
-def fitting(query: Query, global_batch: int | None = None) -> Query:
+def keep_fitting(query: Query, global_batch: int | None = None) -> Query:
     """Keep the shapes that may fit the memory (all if none does), with one common batch; ValueError for a batch that no
     shape can divide.
 

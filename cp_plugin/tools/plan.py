@@ -22,7 +22,7 @@ from cp_plugin.planner import explain as explaining
 from cp_plugin.planner import search
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.price import problems_of
-from cp_plugin.planner.query import Fixed, Query, fitting, from_name, resize_cluster
+from cp_plugin.planner.query import Fixed, Query, from_name, keep_fitting, resize_cluster
 from cp_plugin.planner.training.footprint import footprint
 from cp_plugin.planner.training.model import LINEAR
 from cp_plugin.planner.training.parallel import RECOMPUTE
@@ -235,7 +235,7 @@ def _explained(given: _Given, provider: str | None, options: Options, as_json: b
     fixed = replace(given.fixed, tensor=tensor, pipeline=pipeline, context=context)
     given = given._replace(fixed=fixed, devices=devices)
     options = replace(options, fp8="comm") if given.fp8 else options
-    asked = fitting(given.ask(), given.global_batch)
+    asked = keep_fitting(given.ask(), given.global_batch)
     if provider is None and options != Options():
         named = ", ".join(f"--{name.replace('_', '-')}" for name in providers.order_choices(options))
         raise ValueError(f"{named}: a method's options need --provider NAME")
@@ -277,7 +277,7 @@ def _searched(given: _Given, options: Options, *, quiet: bool) -> search.Plan:
         fp8=(None, "comm") if given.fp8 else (None,),
         limit=given.memory * _GB if given.memory is not None else 0.0,
     )
-    asked = fitting(asked, given.global_batch)
+    asked = keep_fitting(asked, given.global_batch)
     with new_console(stderr=True, quiet=quiet).status("planning") as status:
         return search.answer(asked, progress=lambda text: status.update(f"simulating {text}"))
 

@@ -30,7 +30,7 @@ from cp_plugin.planner.explain import gain
 from cp_plugin.planner.machine.hardware import cluster
 from cp_plugin.planner.packs import pairs
 from cp_plugin.planner.price import Priced, computes, least, place_on, price
-from cp_plugin.planner.query import Fixed, Query, fitting, from_name
+from cp_plugin.planner.query import Fixed, Query, from_name, keep_fitting
 from cp_plugin.planner.search import Plan, answer, find_faster
 from cp_plugin.planner.trace.program import program
 from cp_plugin.planner.training.footprint import footprint
@@ -192,7 +192,7 @@ def test_stock_repeats_attention_under_recomputation(recompute: Recompute) -> No
 @nightly
 def test_each_side_in_its_own_best_shape() -> None:
     """As good as each side searched alone; stock may recompute what leaves attention's output."""
-    query = fitting(from_name("llama3-8b", 64, 2**19, "dgx-h100", Fixed()))
+    query = keep_fitting(from_name("llama3-8b", 64, 2**19, "dgx-h100", Fixed()))
     both = answer(query)
     for upstream in (False, True):
         own = [p for p in both.methods if p.candidate.upstream == upstream]
@@ -251,7 +251,7 @@ def test_answer_has_every_method_and_the_winners_flags(plan: Plan) -> None:
 
 def test_memory_limits_the_choice() -> None:
     shapes = [Parallel(devices=8, context=8, seq_length=2**20, recompute=again) for again in ("none", "full")]
-    query = fitting(from_name("llama3-8b", 64, 2**20, "dgx-h100", Fixed(context=64)))
+    query = keep_fitting(from_name("llama3-8b", 64, 2**20, "dgx-h100", Fixed(context=64)))
     assert {s.recompute for s in query.shapes} == {"full"}
     with pytest.raises(ValueError, match=r"nothing fits: llama3-8b with 1048576 tokens on 8 devices needs at least"):
         answer(replace(ON_DGX, shapes=shapes, limit=30e9))

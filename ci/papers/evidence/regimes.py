@@ -17,7 +17,7 @@ from cp_plugin.planner.errors import off_by, tie, typical_error
 from cp_plugin.planner.explain import Gain, gain
 from cp_plugin.planner.machine.hardware import cluster, override
 from cp_plugin.planner.price import Priced
-from cp_plugin.planner.query import Fixed, Query, fitting, from_name
+from cp_plugin.planner.query import Fixed, Query, from_name, keep_fitting
 from cp_plugin.planner.search import Plan, simplest
 from cp_plugin.planner.training.model import WINDOW
 from cp_plugin.tools.flags import packed
@@ -56,7 +56,7 @@ class Regime:
         machine = override(cluster(self.cluster), **{"inter": self.card} if self.card else {})
         query = packed(from_name(self.model, self.devices, self.tokens, machine, Fixed()), self.documents or None)
         windows = {"attention_pattern": WINDOW, "window": (self.window, 0)} if self.window else {}
-        return fitting(replace(query, model=replace(query.model, **windows), fp8=self.fp8))
+        return keep_fitting(replace(query, model=replace(query.model, **windows), fp8=self.fp8))
 
 
 SLOW = "roce100"

@@ -22,7 +22,7 @@ from cp_plugin.megatron.planned import command as planned
 from cp_plugin.megatron.planned import sizes
 from cp_plugin.planner.machine import hardware
 from cp_plugin.planner.machine.hardware import Inferred
-from cp_plugin.planner.query import Fixed, Query, fitting, from_name
+from cp_plugin.planner.query import Fixed, Query, from_name, keep_fitting
 from cp_plugin.planner.search import Plan, answer
 from cp_plugin.planner.training.model import Model, model
 from cp_plugin.testing.launch import run_ranks
@@ -160,7 +160,7 @@ def test_one_question_has_one_answer(number: int, monkeypatch: pytest.MonkeyPatc
     named = from_name(case.name, case.devices, case.tokens, machine := case.machine, case.fixed)
     question = flags.packed(replace(named, model=case.model), case.documents or None)
     try:
-        by_python = told(answer(fitting(question)))
+        by_python = told(answer(keep_fitting(question)))
         assert not by_python["methods"][0]["fits"] or chosen == by_python["methods"][0]["method"]
     except ValueError as error:
         by_python = {}
