@@ -81,7 +81,7 @@ def from_name(name: str, devices: int, seq_length: int, machine: str | Cluster, 
     return Query(model=chosen, cluster=there, shapes=shapes, free=fixed.recompute is None)
 
 
-def joined(shape: Parallel, documents: Sequence[int]) -> Parallel:
+def join_documents(shape: Parallel, documents: Sequence[int]) -> Parallel:
     """The shape with a pack of these documents in place of a micro-batch."""
     batch = shape.global_batch // shape.micro_batch
     return replace(shape, documents=tuple(documents), seq_length=sum(documents), micro_batch=1, global_batch=batch)

@@ -188,12 +188,12 @@ def packed(asked: Query, text: str | None) -> Query:
 
     Megatron joins the sequences of a micro-batch, and fills them so.
     """
-    from cp_plugin.planner.query import joined
+    from cp_plugin.planner.query import join_documents
 
     if text is None:
         return asked
     found = document_lengths(text, asked.shapes[0].seq_length * asked.shapes[0].micro_batch)
-    return replace(asked, shapes=[joined(shape, found) for shape in asked.shapes])
+    return replace(asked, shapes=[join_documents(shape, found) for shape in asked.shapes])
 
 
 def document_lengths(text: str, seq_length: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from cp_plugin.megatron.flags.option_flags import AUTO
 from cp_plugin.megatron.rules import checks
 from cp_plugin.megatron.rules.run import head_sizes
 from cp_plugin.planner.candidates import Allowed, upstream_names
-from cp_plugin.planner.query import joined
+from cp_plugin.planner.query import join_documents
 from cp_plugin.planner.training.model import DENSE, EXPERTS, LINEAR, SOFTMAX, WINDOW, Model
 from cp_plugin.planner.training.parallel import Parallel, check
 
@@ -73,7 +73,7 @@ def question(args: argparse.Namespace, settings: Settings) -> Question:
         allowed = replace(allowed, refused=str(error))
     packed = pack_of(args, parallel.seq_length * parallel.micro_batch)
     if packed is not None:
-        parallel = joined(parallel, packed.lengths)
+        parallel = join_documents(parallel, packed.lengths)
     return Question(model, parallel, allowed, packed)
 
 
