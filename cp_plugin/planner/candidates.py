@@ -61,7 +61,7 @@ class Allowed:
     refused: str = ""
     """Why none of our providers can; empty: some may."""
 
-    def chosen_from(self, some: Iterable[Candidate]) -> list[Candidate]:
+    def select(self, some: Iterable[Candidate]) -> list[Candidate]:
         """Return the candidates that satisfy all of this."""
         theirs = set() if not self.stock else upstream_names(self.real) if self.real is not None else None
         return [c for c in some if self._can(c, theirs)]
@@ -125,7 +125,7 @@ def candidates(
                 sizes = f" --hierarchical-context-parallel-sizes {shared} {theirs.size // shared}" if shared else ""
                 name, flags = f"{STOCK} {comm_type}", f"--cp-comm-type {comm_type}{sizes}"
                 by_name.setdefault(name, []).append(Candidate(name=name, setup=setup, flags=flags))
-    return {name: allowed.chosen_from(_distinct(some)) for name, some in by_name.items()}
+    return {name: allowed.select(_distinct(some)) for name, some in by_name.items()}
 
 
 def linear_candidates(problem: Problem) -> list[Candidate]:
@@ -163,7 +163,7 @@ def variants(candidate: Candidate, allowed: Allowed = ALL) -> list[Candidate]:
     changes += [{option: v} for option in free for v in told[option] if v != getattr(options, option)]
     own = {option: None for option in told if told[option] and option not in provider.options}
     changed = [replace(options, **{**own, **change}) for change in changes]  # type: ignore[arg-type]
-    return allowed.chosen_from(_distinct(_supported(candidate.name, problem, changed)))
+    return allowed.select(_distinct(_supported(candidate.name, problem, changed)))
 
 
 def without_sums(provider: Provider, options: Options) -> Options:
