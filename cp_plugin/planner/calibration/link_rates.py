@@ -216,12 +216,10 @@ def calibrate(
     sizes = sizes._replace(head_dim=head_dim or sizes.head_dim)
     bytes_per_s, launch_s = kernel_rates.memory(device, sizes, shown)
     every = {dtype_name(dtype): dtype for dtype in dtypes or DTYPES[device.type]}
-    memory = (
-        torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total // local
-    )
+    total = torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total // local
     measured_device = Device(
         name=torch.cuda.get_device_name(device) if on_cuda else "cpu",
-        memory_bytes=float(memory),
+        memory_bytes=float(total),
         memory_bytes_per_s=bytes_per_s,
         gemm_flops_per_s={n: kernel_rates.products(device, t, sizes, shown) for n, t in every.items()},
         attention={n: kernel_rates.attention(device, t, sizes, shown) for n, t in every.items()},
