@@ -41,18 +41,9 @@ Providers = Annotated[
     list[str] | None,
     typer.Option("--provider", metavar="NAME", help="context-parallel method; repeatable; default: all"),
 ]
-MODEL = typer.Option(metavar="NAME", help="a model of the catalogue, such as llama3-8b")
-CLUSTER = typer.Option(
-    metavar="NAME", help="a packaged cluster, such as dgx-h100, or a file written by cp-plugin calibrate"
-)
-TotalDevices = Annotated[
-    int | None, typer.Option(min=1, help="devices in total; default: one node, or as many as the sizes need")
-]
 Devices = Annotated[Device, typer.Option(help="device to run on; auto: CUDA where there is one")]
 Heads = Annotated[int, typer.Option(min=1, help="query heads of the model per tensor-parallel rank")]
 ValueDim = Annotated[int | None, typer.Option(min=1, help="size of a value head; default: --head-dim")]
-PerNode = Annotated[int | None, typer.Option(min=1, help="devices per node; default: the cluster's")]
-Nics = Annotated[int | None, typer.Option(min=1, help="network cards per node; default: the cluster's")]
 ForkedRanks = Annotated[
     int | None, typer.Option(min=1, help="ranks to start on this machine; default: 4; leave out under torchrun")
 ]

@@ -32,47 +32,12 @@ from cp_plugin.tools.output import new_console
 
 _GB = 1e9
 _TOKENS = 131072
-"""Of a sequence, unless it is given."""
+"""Default length of a sequence."""
 _OWN = "conflicts with Megatron's flags, which set it themselves"
 Recompute = StrEnum("Recompute", ["none", "selective", "full"])
-_SeqLength = Annotated[int | None, typer.Option(min=1, help=f"tokens of one sequence; default: {_TOKENS}")]
-_Tensor = Annotated[int | None, typer.Option(min=1, help="tensor-parallel ranks; default: the best")]
-_Pipeline = Annotated[int | None, typer.Option(min=1, help="pipeline stages; default: the best")]
-_Context = Annotated[int | None, typer.Option("--context", min=1, help="context-parallel ranks; default: the best")]
-_Recomputed = Annotated[
-    Recompute | None, typer.Option(help="activation recomputation; default: the least that fits in memory")
-]
-_GlobalBatch = Annotated[
-    int | None,
-    typer.Option(min=1, help="sequences per iteration; default: one per data-parallel rank, at most 16M tokens"),
-]
-_Fp8 = Annotated[bool, typer.Option("--fp8", help="also consider sending in FP8; with --explain: send in FP8")]
-_Memory = Annotated[float | None, typer.Option(metavar="GB", help="usable memory per device; default: all of it")]
-_Reproduce = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PAPER", help="compare a paper's figures with predictions instead; all: every paper; repeatable"
-    ),
-]
-_Explain = Annotated[
-    bool,
-    typer.Option("--explain", help="show where the time of one configuration goes, what limits it, and its memory"),
-]
-_Provider = Annotated[
-    str | None, typer.Option(metavar="NAME", help="with --explain: the method; default: the planner's choice")
-]
-_Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="also draw what takes each method's time: .png, .svg or .pdf")
-]
-_Megatron = Annotated[
-    list[str] | None, typer.Argument(metavar="FLAGS", help="after --: Megatron's flags, in place of --model")
-]
-_WITHOUT = "has no effect without --explain"
-_ALWAYS = ("gradient_dtype",)
-"""Options that a search takes, too."""
 
 
-class _Given(NamedTuple):
+class _Request(NamedTuple):
     """The flags that describe the workload and the machine; None: not given."""
 
     model: str | None
@@ -125,9 +90,9 @@ class _Given(NamedTuple):
                 "--cluster is missing, and this machine has no GPU to infer it from: give one of "
                 f"{', '.join(hardware.clusters())}, or a file written by cp-plugin calibrate"
             )
-        found, how = hardware.infer_cluster("--cluster", self.devices or self.needs, cpu=False)
+        machine, how = hardware.infer_cluster("--cluster", self.devices or self.needs, cpu=False)
         print(how, file=sys.stderr)
-        return found
+        return machine
 
     def ask(self) -> Query:
         """The question for the planner, for whole nodes unless the devices were given; ValueError for flags that
@@ -147,28 +112,62 @@ class _Given(NamedTuple):
 
 @flags.provider_options(without=("backend", "fp8"))
 def plan(
-    model: Annotated[str | None, flags.MODEL] = None,
-    cluster: Annotated[str | None, flags.CLUSTER] = None,
-    devices: flags.TotalDevices = None,
-    seq_length: _SeqLength = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="a model of the catalogue, such as llama3-8b")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="a packaged cluster, such as dgx-h100, or a file written by cp-plugin calibrate"
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="devices in total; default: one node, or as many as the sizes need")
+    ] = None,
+    seq_length: Annotated[int | None, typer.Option(min=1, help=f"tokens of one sequence; default: {_TOKENS}")] = None,
     documents: flags.Documents = None,
-    tensor: _Tensor = None,
-    pipeline: _Pipeline = None,
-    context_parallel: _Context = None,
-    recompute: _Recomputed = None,
-    global_batch: _GlobalBatch = None,
-    fp8: _Fp8 = False,
-    memory: _Memory = None,
-    per_node: flags.PerNode = None,
-    nics: flags.Nics = None,
-    reproduce: _Reproduce = None,
-    explain: _Explain = False,
-    provider: _Provider = None,
+    tensor: Annotated[int | None, typer.Option(min=1, help="tensor-parallel ranks; default: the best")] = None,
+    pipeline: Annotated[int | None, typer.Option(min=1, help="pipeline stages; default: the best")] = None,
+    context_parallel: Annotated[
+        int | None, typer.Option("--context", min=1, help="context-parallel ranks; default: the best")
+    ] = None,
+    recompute: Annotated[
+        Recompute | None, typer.Option(help="activation recomputation; default: the least that fits in memory")
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="sequences per iteration; default: one per data-parallel rank, at most 16M tokens"),
+    ] = None,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="also consider sending in FP8; with --explain: send in FP8")
+    ] = False,
+    memory: Annotated[
+        float | None, typer.Option(metavar="GB", help="usable memory per device; default: all of it")
+    ] = None,
+    per_node: Annotated[int | None, typer.Option(min=1, help="devices per node; default: the cluster's")] = None,
+    nics: Annotated[int | None, typer.Option(min=1, help="network cards per node; default: the cluster's")] = None,
+    reproduce: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PAPER", help="compare a paper's figures with predictions instead; all: every paper; repeatable"
+        ),
+    ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="show where the time of one configuration goes, what limits it, and its memory"),
+    ] = False,
+    provider: Annotated[
+        str | None, typer.Option(metavar="NAME", help="with --explain: the method; default: the planner's choice")
+    ] = None,
     *,
     options: Options,
-    plot: _Plot = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="also draw what takes each method's time: .png, .svg or .pdf")
+    ] = None,
     as_json: output.AsJson = False,
-    megatron: _Megatron = None,
+    megatron: Annotated[
+        list[str] | None, typer.Argument(metavar="FLAGS", help="after --: Megatron's flags, in place of --model")
+    ] = None,
 ) -> None:
     """Find the fastest context-parallel method for a model on a cluster, and the flags that enable it.
 
@@ -177,7 +176,7 @@ def plan(
     began = time.perf_counter()
     changes = {name: n for name, n in (("per_node", per_node), ("nics", nics)) if n is not None}
     again = None if recompute is None else recompute.value
-    given = _Given(
+    request = _Request(
         *(model, megatron or [], cluster, changes, devices, seq_length),
         Fixed(tensor=tensor, pipeline=pipeline, context=context_parallel, recompute=again),
         *(global_batch, memory, fp8, documents),
@@ -192,20 +191,21 @@ def plan(
                 raise ValueError("--json has no effect with --reproduce, which prints tables: leave --json out")
             raise typer.Exit(not _reproduced(reproduce))
         if explain:
-            raise typer.Exit(not _explained(given, provider, options, as_json))
+            raise typer.Exit(not _explained(request, provider, options, as_json))
         chosen = {"provider": provider, "layout": options.layout, **options.chosen}
-        for name in [name for name in chosen if name not in _ALWAYS]:
-            flags.refuse({f"--{name.replace('_', '-')}": chosen[name] and show_option(chosen[name])}, _WITHOUT)
-        found = _searched(given, options, quiet=as_json)
+        chosen.pop("gradient_dtype", None)  # which a search takes, too
+        shown = {f"--{name.replace('_', '-')}": value and show_option(value) for name, value in chosen.items()}
+        flags.refuse(shown, "has no effect without --explain")
+        answer = _searched(request, options, quiet=as_json)
         if plot is not None:
-            _draw(found, plot)
+            _draw(answer, plot)
 
     def printed() -> None:
-        show_plan.print_plan(new_console(), found)
+        show_plan.print_plan(new_console(), answer)
         output.print_lines(new_console(), f"planned in {time.perf_counter() - began:.1f} s", style="dim")
 
-    output.show(as_json, lambda: show_plan.as_json(found), printed)
-    if not found.fits(found.best):
+    output.show(as_json, lambda: show_plan.as_json(answer), printed)
+    if not answer.fits(answer.best):
         raise typer.Exit(1)
 
 
@@ -223,63 +223,65 @@ def _reproduced(names: list[str]) -> bool:
     return reproduce_and_show(names, new_console())
 
 
-def _explained(given: _Given, provider: str | None, options: Options, as_json: bool) -> bool:
+def _explained(request: _Request, provider: str | None, options: Options, as_json: bool) -> bool:
     """Explain one configuration; return whether it fits. Context parallelism takes the remaining devices by default."""
-    given.check()
-    if given.megatron:
-        raise ValueError(f"--explain with Megatron's flags ({given.megatron[0]} ...): give --model and sizes instead")
-    flags.refuse({"--memory": given.memory}, "has no effect with --explain")
-    tensor, pipeline = given.fixed.tensor or 1, given.fixed.pipeline or 1
-    devices = given.devices or max(given.needs, given.changes.get("per_node") or given.machine.per_node)
-    context = given.fixed.context or max(1, devices // (tensor * pipeline))
-    fixed = replace(given.fixed, tensor=tensor, pipeline=pipeline, context=context)
-    given = given._replace(fixed=fixed, devices=devices)
-    options = replace(options, fp8="comm") if given.fp8 else options
-    asked = keep_fitting(given.ask(), given.global_batch)
+    request.check()
+    if request.megatron:
+        raise ValueError(f"--explain with Megatron's flags ({request.megatron[0]} ...): give --model and sizes instead")
+    flags.refuse({"--memory": request.memory}, "has no effect with --explain")
+    tensor, pipeline = request.fixed.tensor or 1, request.fixed.pipeline or 1
+    devices = request.devices or max(request.needs, request.changes.get("per_node") or request.machine.per_node)
+    context = request.fixed.context or max(1, devices // (tensor * pipeline))
+    fixed = replace(request.fixed, tensor=tensor, pipeline=pipeline, context=context)
+    request = request._replace(fixed=fixed, devices=devices)
+    options = replace(options, fp8="comm") if request.fp8 else options
+    query = keep_fitting(request.ask(), request.global_batch)
     if provider is None and options != Options():
         named = ", ".join(f"--{name.replace('_', '-')}" for name in providers.order_choices(options))
         raise ValueError(f"{named}: a method's options need --provider NAME")
-    shapes = sorted(asked.shapes, key=lambda shape: RECOMPUTE.index(shape.recompute))
-    least = next((shape for shape in shapes if asked.fits(footprint(asked.model, shape))), shapes[-1])
-    asked = flags.packed(replace(asked, shapes=[least], free=False), given.documents)
-    setup = _chosen(asked) if provider is None else _settled(asked, provider, options)
-    found = explaining.explain(asked.model, asked.shapes[0], setup, asked.cluster)
+    shapes = sorted(query.shapes, key=lambda shape: RECOMPUTE.index(shape.recompute))
+    least = next((shape for shape in shapes if query.fits(footprint(query.model, shape))), shapes[-1])
+    query = flags.packed(replace(query, shapes=[least], free=False), request.documents)
+    setup = _chosen(query) if provider is None else _settled(query, provider, options)
+    explanation = explaining.explain(query.model, query.shapes[0], setup, query.cluster)
     output.show(
         as_json,
-        lambda: show_plan.explained_as_json(found),
-        lambda: show_plan.print_explanation(new_console(), found),
+        lambda: show_plan.explained_as_json(explanation),
+        lambda: show_plan.print_explanation(new_console(), explanation),
     )
-    return found.fits
+    return explanation.fits
 
 
-def _chosen(asked: Query) -> Setup:
+def _chosen(query: Query) -> Setup:
     """The planner's choice among our methods."""
-    found = search.answer(asked)
-    best = next((p for p in found.methods if not p.candidate.upstream), found.best)
-    why = f"the planner's choice among {found.tried} configurations; of methods that tie, the simplest (cp-plugin plan)"
+    answer = search.answer(query)
+    best = next((p for p in answer.methods if not p.candidate.upstream), answer.best)
+    why = (
+        f"the planner's choice among {answer.tried} configurations; of methods that tie, the simplest (cp-plugin plan)"
+    )
     return replace(best.candidate.setup, why=(why, *best.candidate.setup.why))
 
 
-def _settled(asked: Query, provider: str, options: Options) -> Setup:
+def _settled(query: Query, provider: str, options: Options) -> Setup:
     """The named method; ValueError for an unknown one, and options that do not fit it."""
-    letter, its = next(iter(problems_of(asked.model, asked.shapes[0], asked.cluster).items()))
+    letter, its = next(iter(problems_of(query.model, query.shapes[0], query.cluster).items()))
     if provider not in providers.registry():
         one_of("--provider", provider, providers.names("linear" if letter == LINEAR else "softmax"))
     return settled(providers.get(provider), its, options)
 
 
-def _searched(given: _Given, options: Options, *, quiet: bool) -> search.Plan:
+def _searched(request: _Request, options: Options, *, quiet: bool) -> search.Plan:
     """Search the fastest training."""
-    asked = flags.packed(given.ask(), given.documents)
-    asked = replace(
-        asked,
-        allowed=replace(asked.allowed, options=replace(asked.allowed.options, **options.chosen)),
-        fp8=(None, "comm") if given.fp8 else (None,),
-        limit=given.memory * _GB if given.memory is not None else 0.0,
+    query = flags.packed(request.ask(), request.documents)
+    query = replace(
+        query,
+        allowed=replace(query.allowed, options=replace(query.allowed.options, **options.chosen)),
+        fp8=(None, "comm") if request.fp8 else (None,),
+        limit=request.memory * _GB if request.memory is not None else 0.0,
     )
-    asked = keep_fitting(asked, given.global_batch)
+    query = keep_fitting(query, request.global_batch)
     with new_console(stderr=True, quiet=quiet).status("planning") as status:
-        return search.answer(asked, progress=lambda text: status.update(f"simulating {text}"))
+        return search.answer(query, progress=lambda text: status.update(f"simulating {text}"))
 
 
 def _draw(plan: search.Plan, path: Path) -> None:

@@ -36,31 +36,28 @@ CONVERSATIONS = 2**15
 """Tokens of conversations in the default pack, at least; on a shorter sequence all lengths shrink in proportion."""
 
 
-Contestants = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--provider",
-        metavar="NAME",
-        help="a method, or another library's: torch-ring, te-p2p, te-all_gather, te-a2a, te-a2a+p2p; with options as "
-        "in attention2d:grid=4x2; repeatable; default: all for softmax attention",
-    ),
-]
-Masks = Annotated[
-    list[str] | None,
-    typer.Option("--mask", metavar="NAME", help=f"{', '.join(MASKS[:-1])} or {MASKS[-1]}; repeatable; default: all"),
-]
-Lengths = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--seq-length", min=1, help="tokens of one sequence; repeatable; default: 8192 per rank, 256 on the CPU"
-    ),
-]
-
-
 def bench(
-    provider: Contestants = None,
-    mask: Masks = None,
-    seq_length: Lengths = None,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--provider",
+            metavar="NAME",
+            help="a method, or another library's: torch-ring, te-p2p, te-all_gather, te-a2a, te-a2a+p2p; with options as "
+            "in attention2d:grid=4x2; repeatable; default: all for softmax attention",
+        ),
+    ] = None,
+    mask: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--mask", metavar="NAME", help=f"{', '.join(MASKS[:-1])} or {MASKS[-1]}; repeatable; default: all"
+        ),
+    ] = None,
+    seq_length: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--seq-length", min=1, help="tokens of one sequence; repeatable; default: 8192 per rank, 256 on the CPU"
+        ),
+    ] = None,
     ranks: flags.ForkedRanks = None,
     device: flags.Devices = flags.Device.auto,
     dtype: Annotated[
