@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from dataclasses import dataclass, replace
+from importlib import metadata
 from itertools import product, starmap
 from typing import Annotated, Any
 
@@ -40,17 +40,17 @@ _OPTIONAL = {
     "matplotlib": "plots; pip install 'cp-plugin[plot]'",
 }
 _APEX_ADVICE = (
-    "optional: NVIDIA Apex speeds up norms and optimizers. Build it from github.com/NVIDIA/apex; "
+    "NVIDIA Apex speeds up norms and optimizers. Build it from github.com/NVIDIA/apex; "
     "never `pip install apex`, which is an unrelated project"
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Fact:
     """A library that the plugin can use, or one tile of one kernel, forward and backward, against float64."""
 
     name: str
-    found: str
+    which: str
     """The version of a library; the device and dtype of a tile."""
     result: str = ""
     """What to do about a library; what a tile gave."""
@@ -71,7 +71,7 @@ def show(console: Console, *, everything: bool) -> bool:
     """
     facts = [*library_checks(), *kernel_checks()]
     rows = [
-        ((fact.name, fact.found, fact.result), "red" if fact.works is False else "")
+        ((fact.name, fact.which, fact.result), "red" if fact.works is False else "")
         for fact in facts
         if everything or fact.works is not None
     ]
@@ -90,26 +90,16 @@ def show(console: Console, *, everything: bool) -> bool:
 def library_checks() -> list[Fact]:
     """All libraries that the plugin can use, required ones first."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    version = _version("megatron-core")
+    shown = f"{torch.__version__}, {devices} CUDA device{'' if devices == 1 else 's'}"
+    torch_works, megatron = torch_supported(torch.__version__), _version("megatron-core")
+    megatron_works = megatron is not None and megatron_supported(megatron)
+    wanted = f"megatron-core {MEGATRON_RANGE}: pip install 'megatron-core{MEGATRON_RANGE}'"
     return [
-        Fact(
-            name="torch",
-            found=f"{torch.__version__}, {devices} CUDA device{'' if devices == 1 else 's'}",
-            result="" if (ok := torch_supported(torch.__version__)) else f"needs torch {TORCH_MINIMUM} or newer",
-            works=ok,
-        ),
-        Fact(
-            name="megatron-core",
-            found=version or "no",
-            result="" if (ok := version is not None and megatron_supported(version)) else f"needs {_MEGATRON}",
-            works=ok,
-        ),
+        Fact("torch", shown, "" if torch_works else f"needs torch {TORCH_MINIMUM} or newer", torch_works),
+        Fact("megatron-core", megatron or "no", "" if megatron_works else f"needs {wanted}", megatron_works),
         *starmap(_optional, _OPTIONAL.items()),
         _apex(),
     ]
-
-
-_MEGATRON = f"megatron-core {MEGATRON_RANGE}: pip install 'megatron-core{MEGATRON_RANGE}'"
 
 
 def kernel_checks() -> list[Fact]:
@@ -122,20 +112,15 @@ def kernel_checks() -> list[Fact]:
 
 def _optional(name: str, advice: str) -> Fact:
     version = _version(name)
-    if version is None:
-        return Fact(name=name, found="no", result=f"optional: {advice}", works=None)
-    return Fact(name=name, found=version)
+    return Fact(name, "no", f"optional: {advice}", None) if version is None else Fact(name, version)
 
 
 def _apex() -> Fact:
-    found = _distribution("apex")
-    if found is None:
-        return Fact(name="NVIDIA Apex", found="no", result=_APEX_ADVICE, works=None)
-    files = {str(f).split("/")[1] for f in found.files or () if str(f).startswith("apex/") and "/" in str(f)}
-    if "normalization" in files:
-        return Fact(name="NVIDIA Apex", found=found.version)
+    fact = replace(_optional("apex", _APEX_ADVICE), name="NVIDIA Apex")
+    if fact.works is None or any(file.match("apex/normalization/*") for file in metadata.files("apex") or ()):
+        return fact
     advice = "this is PyPI's unrelated `apex`, which Megatron would mistake for NVIDIA's: pip uninstall apex"
-    return Fact(name="NVIDIA Apex", found=f"WRONG: {found.version}", result=advice, works=False)
+    return replace(fact, which=f"WRONG: {fact.which}", result=advice, works=False)
 
 
 _ROUNDING = 0.2
@@ -151,8 +136,7 @@ def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> 
     def fact(result: str, works: bool | None) -> Fact:
         result += f" ({libraries})" if libraries else ""
         needed = backend.name in ("reference", *chosen)
-        found = f"{device.type} {dtype_name(dtype)}"
-        return Fact(name=backend.name, found=found, result=result, works=works, needed=needed)
+        return Fact(backend.name, f"{device.type} {dtype_name(dtype)}", result, works, needed)
 
     reason = backend.unsupported(CallInfo(device, dtype, 64, 64))
     if reason is not None:
@@ -171,14 +155,9 @@ def _run_tile(backend: AnyBackend, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _version(name: str) -> str | None:
-    found = _distribution(name)
-    return found.version if found is not None else None
-
-
-def _distribution(name: str) -> Distribution | None:
     try:
-        return distribution(name)
-    except PackageNotFoundError:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
         return None
 
 
@@ -201,23 +180,23 @@ def examine(folder: str, words: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"--megatron {folder}: Megatron could not be examined: {why}") from None
 
 
-def stops(found: dict[str, Any]) -> list[dict[str, Any]]:
+def stops(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The symbols for which a run would not start."""
-    return [one for one in found["symbols"] if one["state"] == "broken" and one["needed"]]
+    return [one for one in report["symbols"] if one["state"] == "broken" and one["needed"]]
 
 
-def show_megatron(console: Console, found: dict[str, Any], folder: str) -> None:
+def show_megatron(console: Console, report: dict[str, Any], folder: str) -> None:
     """Print the table, what its words mean, every broken contract, and whether a run would start."""
     rows = [
-        ((one["state"], one["contract"], one["symbol"], one["for"]), _STATES[one["state"]]) for one in found["symbols"]
+        ((one["state"], one["contract"], one["symbol"], one["for"]), _STATES[one["state"]]) for one in report["symbols"]
     ]
-    title = f"megatron-core {found['version']} in {folder}: what a run would replace"
+    title = f"megatron-core {report['version']} in {folder}: what a run would replace"
     print_table(console, title, ("state", "contract", "symbol", "what for"), rows)
     print_lines(console, "checked: what the plugin relies on is there; absent: not in this version, and not needed")
-    broken = [one for one in found["symbols"] if one["state"] == "broken"]
+    broken = [one for one in report["symbols"] if one["state"] == "broken"]
     for one in broken:
         print_lines(console, "", *one["broken"].splitlines())
-    stopping = stops(found)
+    stopping = stops(report)
     others = [one["for"] for one in broken if one not in stopping]
     verdict = f"{len(stopping)} broken: a run would not start" if stopping else "a run would start"
     print_verdict(not stopping, verdict + "".join(f"; broken: {what}" for what in others), console)
@@ -242,16 +221,16 @@ def doctor(
     """Show what is installed, which attention kernels work here, and how to get what is missing."""
     with flags.errors_in_one_line(translated=False):
         if megatron is None and (words or as_json):
-            given = " ".join([*(words or []), *(["--json"] if as_json else [])])
-            raise ValueError(f"{given} has no effect without --megatron DIR: add it, or leave this out")
+            ignored = " ".join([*(words or []), *(["--json"] if as_json else [])])
+            raise ValueError(f"{ignored} has no effect without --megatron DIR: add it, or leave this out")
         if megatron is not None and everything:
             raise ValueError("--all has no effect with --megatron: leave it out")
-        found = {} if megatron is None else examine(megatron, words or [])
+        report = {} if megatron is None else examine(megatron, words or [])
     console = new_console()
     if megatron is None:
         works = show(console, everything=everything)
     else:
-        output.show(as_json, lambda: found, lambda: show_megatron(console, found, megatron))
-        works = not stops(found)
+        output.show(as_json, lambda: report, lambda: show_megatron(console, report, megatron))
+        works = not stops(report)
     if not works:
         raise typer.Exit(1)

@@ -57,7 +57,7 @@ def test_apex(
     monkeypatch.syspath_prepend(str(tmp_path))
     check = next(check for check in doctor.library_checks() if check.name == "NVIDIA Apex")
     assert check.ok == ok and part in check.result and bool(part) == bool(check.result)
-    assert check.found == ("no" if not version else version if ok else f"WRONG: {version}")
+    assert check.which == ("no" if not version else version if ok else f"WRONG: {version}")
 
 
 def test_a_broken_kernel_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,10 +72,10 @@ def test_a_broken_kernel_that_auto_does_not_take_is_shown_and_does_not_fail(monk
     from cp_plugin.engine.kernels import backends
     from cp_plugin.engine.kernels.backends.flash import Flash
 
-    def unbuilt(*given: object) -> str:
+    def unbuilt(*tile: object) -> str:
         raise ModuleNotFoundError("flash_attn_2_cuda")
 
-    monkeypatch.setattr(Flash, "unsupported", lambda *given: None)
+    monkeypatch.setattr(Flash, "unsupported", lambda *call: None)
     monkeypatch.setattr(Flash, "forward", unbuilt)
     checks = [doctor._run_tile(backends.get("flash"), torch.device("cpu"), torch.bfloat16)]
     assert checks[0].works is False and checks[0].ok and "ModuleNotFoundError: flash_attn_2_cuda" in checks[0].result
@@ -91,5 +91,5 @@ def test_the_kernel_for_blocks_of_several_tiles_is_needed(monkeypatch: pytest.Mo
 
     own, tiled = backends.get("triton"), blocks.Tiled(backends.get("sdpa"))
     both = blocks.Either(tiled, blocks.InOrder(blocks.Whole(own)))
-    monkeypatch.setattr(blocks, "kernel", lambda backend, *given, auto: both)  # as on CUDA
+    monkeypatch.setattr(blocks, "kernel", lambda backend, *call, auto: both)  # as on CUDA
     assert doctor._run_tile(own, torch.device("cpu"), torch.bfloat16).needed
