@@ -19,7 +19,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
-_aten = torch.ops.aten
+from cp_plugin.tools.bench import torch_ring
+
 _SEQUENCE = 2
 _HOW = {"is_causal": True, "dropout_p": 0.0}
 
@@ -41,12 +42,9 @@ class RingDotProductAttention(DotProductAttention):
             return super().forward(query, key, value, *args, **kwargs)
         if kwargs.get("packed_seq_params") is not None:
             raise ValueError("PyTorch's ring has no packed documents")
-        more = query.size(2) // key.size(2)
-        q, k, v = (
-            x.permute(1, 2, 0, 3).contiguous()
-            for x in (query, key.repeat_interleave(more, 2), value.repeat_interleave(more, 2))
-        )
-        out = _Ring.apply(group, self.softmax_scale, q, k, v)
+        groups = query.size(2) // key.size(2)
+        whole = (query, key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2))
+        out = _Ring.apply(group, self.softmax_scale, *(x.permute(1, 2, 0, 3).contiguous() for x in whole))
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -55,7 +53,9 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse, *_ = ring._templated_ring_attention(group, _SEQUENCE, _kernel, q, k, v, scale=scale, **_HOW)
+        out, lse, *_ = ring._templated_ring_attention(
+            group, _SEQUENCE, torch_ring.forward, q, k, v, scale=scale, **_HOW
+        )
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group, ctx.scale = group, scale
         return out
@@ -63,21 +63,9 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         grads = ring._templated_ring_attention_backward(
-            ctx.group, _SEQUENCE, _kernel_backward, dout, "grad_out", *ctx.saved_tensors, scale=ctx.scale, **_HOW
+            ctx.group, _SEQUENCE, torch_ring.backward, dout, "grad_out", *ctx.saved_tensors, scale=ctx.scale, **_HOW
         )
         return None, None, *grads[:3]
-
-
-def _kernel(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout_p: float, scale: float
-) -> tuple[Tensor, Tensor]:
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, scale=scale)
-
-
-def _kernel_backward(**named: Any) -> tuple[Tensor, ...]:
-    names = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal")
-    args = (named[name] for name in names)
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, scale=named["scale"])
 
 
 def install() -> None:

@@ -13,7 +13,7 @@ same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -79,10 +79,10 @@ class TorchRing:
         how = {"is_causal": self._causal, "dropout_p": 0.0}
         q, k, v, dout, *_ = x
         with torch.no_grad():
-            out, lse, *_ = upstream._templated_ring_attention(self._group, 2, _forward, q, k, v, **how)
+            out, lse, *_ = upstream._templated_ring_attention(self._group, 2, forward, q, k, v, **how)
             between()
             grads = upstream._templated_ring_attention_backward(
-                self._group, 2, _backward, dout, "grad_out", q, k, v, out, lse, **how
+                self._group, 2, backward, dout, "grad_out", q, k, v, out, lse, **how
             )
         return out, *grads
 
@@ -90,18 +90,25 @@ class TorchRing:
         return None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout_p: float) -> tuple[Tensor, ...]:
-    if q.is_cuda:
-        return _aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[:2]
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal)
-
-
-def _backward(
-    *, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, **how: object
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout_p: float, scale: float | None = None
 ) -> tuple[Tensor, ...]:
+    """Out and log-sum-exp of torch's flash attention, as upstream's templates call it."""
+    if q.is_cuda:
+        return _aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[:2]
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, scale=scale)
+
+
+def backward(
+    *, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, **how: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of ``forward``, likewise."""
     tensors, dropout, causal = (grad_out, query, key, value, out, logsumexp), how["dropout_p"], how["is_causal"]
+    scale = how.get("scale")
     if not query.is_cuda:
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, dropout, causal)
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, dropout, causal, scale=scale)
     rng = torch.empty(2, dtype=torch.uint64, device=query.device)  # not read without dropout
     lengths = (None, None, query.size(2), key.size(2))  # no cumulative lengths in dense batches; the longest rows
-    return _aten._scaled_dot_product_flash_attention_backward(*tensors, *lengths, dropout, causal, rng, rng[:0])
+    return _aten._scaled_dot_product_flash_attention_backward(
+        *tensors, *lengths, dropout, causal, rng, rng[:0], scale=scale
+    )
