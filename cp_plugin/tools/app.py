@@ -94,9 +94,9 @@ def _describe_error(error: Any, words: Sequence[str]) -> str:
     if type(error) is typer.BadParameter:
         flags = error.param.opts if error.param is not None else ()
         pairs = [*pairwise(words), *(word.split("=", 1) for word in words if "=" in word)]
-        given = [f"{flag} {value}" for flag, value in pairs if flag in flags]
+        refused = [f"{flag} {value}" for flag, value in pairs if flag in flags]
         message = str(error.message).removeprefix("Value error, ")
-        return f"{', '.join(given)}: {message}" if given and not message.startswith("--") else message
+        return f"{', '.join(refused)}: {message}" if refused and not message.startswith("--") else message
     text = " ".join(error.format_message().split())
     where = f" {error.ctx.command_path} -h shows what it takes" if error.ctx is not None else ""
     return f"{text}{'' if text[-1] in '.?' else '.'}{where}"

@@ -43,30 +43,30 @@ def calibrate(
             output.check_output(file, "profile", (".toml",))
         where, count = flags.device_name(device), started.number_of_ranks(ranks)
         if count < 2:
-            given = f"--ranks {ranks}" if ranks is not None else "one rank under torchrun"
-            raise ValueError(f"{given}: a single rank has no links to measure; use two or more")
-        here = started.start(where, count)
+            shown = f"--ranks {ranks}" if ranks is not None else "one rank under torchrun"
+            raise ValueError(f"{shown}: a single rank has no links to measure; use two or more")
+        own_device = started.start(where, count)
         dtypes = [flags.torch_dtype(d) for d in dtype or ()]
 
-        def rank(mine: torch.device) -> Cluster:
+        def rank(torch_device: torch.device) -> Cluster:
             console = new_console(stderr=True, quiet=dist.get_rank() != 0)
             with console.status("calibrating") as status:
-                return measure(file.stem, mine, dtypes, head_dim, shown=status.update)
+                return measure(file.stem, torch_device, dtypes, head_dim, shown=status.update)
 
-        found = started.run(rank, count, where, timeout, here)
+        cluster = started.run(rank, count, where, timeout, own_device)
         if started.is_first():
-            hardware.save(found, file)
-            _show(found, file)
+            hardware.save(cluster, file)
+            _show(cluster, file)
 
 
-def _show(found: Cluster, file: Path) -> None:
+def _show(cluster: Cluster, file: Path) -> None:
     kernels = (
         f"{dtype} {k.forward.flops_per_s / 1e12:.3g} forward, {k.backward.flops_per_s / 1e12:.3g} backward"
-        for dtype, k in found.device.attention.items()
+        for dtype, k in cluster.device.attention.items()
     )
-    links = [("inside a node", found.intra)] * (found.per_node > 1) + [("of a network card", found.inter)]
-    typer.echo(f"{found.device.name}: attention, TFLOP/s: {'; '.join(kernels)}")
+    links = [("inside a node", cluster.intra)] * (cluster.per_node > 1) + [("of a network card", cluster.inter)]
+    typer.echo(f"{cluster.device.name}: attention, TFLOP/s: {'; '.join(kernels)}")
     for where, link in links:
         typer.echo(f"{where}: {link.bytes_per_s / 1e9:.3g} GB/s, {link.latency_s * 1e6:.3g} us")
-    typer.echo(f"{found.per_node} ranks and {found.nics} network cards per node")
+    typer.echo(f"{cluster.per_node} ranks and {cluster.nics} network cards per node")
     typer.echo(f"wrote {file}: use it as --cluster {file}")

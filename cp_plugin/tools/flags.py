@@ -144,9 +144,9 @@ def check_decay(decay: str, kinds: Collection[str]) -> None:
         )
 
 
-def refuse(given: Mapping[str, object], reason: str) -> None:
+def refuse(values: Mapping[str, object], reason: str) -> None:
     """ValueError for a flag that makes no sense here; None: the flag was not given."""
-    for flag, value in given.items():
+    for flag, value in values.items():
         if value is not None:
             shown = value[0] if isinstance(value, list) else value
             raise ValueError(f"{flag} {shown} {reason}: leave it out")
@@ -156,12 +156,12 @@ def torch_dtype(name: Dtype) -> torch.dtype:
     return getattr(torch, name.value)
 
 
-def device_name(asked: Device) -> str:
+def device_name(device: Device) -> str:
     """``cpu`` or ``cuda``, without initialising CUDA, which must wait until ranks are forked."""
     devices = torch.cuda.device_count()
-    if asked == Device.cuda and devices == 0:
+    if device == Device.cuda and devices == 0:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
-    return "cpu" if asked == Device.cpu or devices == 0 else "cuda"
+    return "cpu" if device == Device.cpu or devices == 0 else "cuda"
 
 
 Documents = Annotated[
@@ -174,7 +174,7 @@ Documents = Annotated[
 ]
 
 
-def packed(asked: Query, text: str | None) -> Query:
+def packed(query: Query, text: str | None) -> Query:
     """Fill every sequence with documents, unless ``text`` is None; ValueError as for ``bounds``.
 
     Megatron joins the sequences of a micro-batch, and fills them so.
@@ -182,9 +182,9 @@ def packed(asked: Query, text: str | None) -> Query:
     from cp_plugin.planner.query import join_documents
 
     if text is None:
-        return asked
-    found = document_lengths(text, asked.shapes[0].seq_length * asked.shapes[0].micro_batch)
-    return replace(asked, shapes=[join_documents(shape, found) for shape in asked.shapes])
+        return query
+    documents = document_lengths(text, query.shapes[0].seq_length * query.shapes[0].micro_batch)
+    return replace(query, shapes=[join_documents(shape, documents) for shape in query.shapes])
 
 
 def document_lengths(text: str, seq_length: int) -> tuple[int, ...]:

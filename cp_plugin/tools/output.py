@@ -115,10 +115,10 @@ def error(text: str) -> None:
     typer.echo(wrap_for_terminal(f"error: {text}", sys.stderr), err=True)
 
 
-def show(as_json: bool, found: Callable[[], Any], print_tables: Callable[[], None]) -> None:
-    """Print what was found, as JSON or as tables."""
+def show(as_json: bool, content: Callable[[], Any], print_tables: Callable[[], None]) -> None:
+    """Print a command's results: ``content`` as JSON, or tables."""
     if as_json:
-        print(json.dumps(found(), indent=2), flush=True)
+        print(json.dumps(content(), indent=2), flush=True)
     else:
         print_tables()
 

@@ -34,8 +34,8 @@ NOT_SEARCHED = (
 def print_plan(console: Console, plan: Plan) -> None:
     """A row per method, the flags to paste, and the reasons."""
     best, shape = plan.best, plan.best.parallel
-    asked = f"{plan.query.model.name}, {shape.seq_length:,} tokens, {shape.devices} x {plan.query.cluster.device.name}"
-    print_lines(console, f"{asked} ({plan.query.cluster.name}), batch {shape.global_batch}: predicted")
+    title = f"{plan.query.model.name}, {shape.seq_length:,} tokens, {shape.devices} x {plan.query.cluster.device.name}"
+    print_lines(console, f"{title} ({plan.query.cluster.name}), batch {shape.global_batch}: predicted")
     by_shape: dict[str, list[Priced]] = {}
     for one in plan.methods:
         by_shape.setdefault(sizes(one.parallel), []).append(one)
@@ -75,8 +75,8 @@ def fold(some: Sequence[Priced]) -> list[list[Priced]]:
 def stock_rules(plan: Plan) -> Iterator[str]:
     """Return what stock Megatron can do of what the model asks for, and since when."""
     letters = set(plan.query.model.attention_pattern) - {LINEAR}
-    asked = [problem(plan.query.model, plan.best.parallel, letter) for letter in sorted(letters)]
-    rules = dict.fromkeys(rule for one in asked for rule in rules_for(one))
+    problems = [problem(plan.query.model, plan.best.parallel, letter) for letter in sorted(letters)]
+    rules = dict.fromkeys(rule for one in problems for rule in rules_for(one))
     if rules and plan.best.parallel.context > 1:
         yield f"stock Megatron, with Transformer Engine {VERSION}: {'; '.join(map(str, rules))}"
 
@@ -301,9 +301,9 @@ def _plain(rows: Iterable[Cells]) -> list[tuple[Cells, str]]:
 def _time_rows(e: Explanation) -> Iterator[Cells]:
     for name, of in e.passes.items():
         yield name, "all", "", "", show_seconds(of.seconds), ""
-        found = split(of).values()
+        by_rank = split(of).values()
         for part, words in _WHERE.items():
-            each = [one[part] for one in found]
+            each = [one[part] for one in by_rank]
             share = median(each) / of.seconds if of.seconds else 0.0
             yield "", words, *(show_seconds(x) for x in (min(each), median(each), max(each))), f"{share:.1%}"
 

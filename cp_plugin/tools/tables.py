@@ -31,7 +31,7 @@ def print_traffic(console: Console, problem: Problem, rows: Sequence[Row]) -> No
         differs = row.measured not in ("", EQUAL)
         total = show_bytes(row.most) + (f" (least {show_bytes(row.least)})" if row.least < row.most else "")
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}x"
-        sent = (_by_axis(row.busiest, "forward"), _by_axis(row.busiest, "backward"))
+        sent = (_join_axes(row.busiest, "forward"), _join_axes(row.busiest, "backward"))
         note = f"DIFFERS: {row.measured}" if differs else row.measured
         lines.append(((*first, *sent, total, ratio, note), "red" if differs else ""))
     print_table(console, f"Bytes sent by the busiest rank, {describe(problem)}", columns, lines)
@@ -71,7 +71,7 @@ def _verdict(setup: Setup, result: Result | None) -> tuple[Cells, str]:
 
 def traffic_as_json(problem: Problem, rows: Sequence[Row]) -> dict[str, Any]:
     """Bytes; ``by_axis``: of the busiest rank."""
-    found = []
+    entries = []
     for row in rows:
         entry = _setup_as_json(row.setup)
         if row.ranks:
@@ -79,24 +79,24 @@ def traffic_as_json(problem: Problem, rows: Sequence[Row]) -> dict[str, Any]:
             entry["by_axis"] = {p: {a: n for (q, a), n in row.busiest.items() if q == p} for p in phases}
             entry |= {"most": row.most, "least": row.least, "over_ring": row.ratio}
             entry |= {"measured": row.measured} if row.measured else {}
-        found.append(entry)
-    return {"problem": problem_as_json(problem), "rows": found}
+        entries.append(entry)
+    return {"problem": problem_as_json(problem), "rows": entries}
 
 
 def verified_as_json(planned: Sequence[Setup], results: Sequence[Result]) -> dict[str, Any]:
     """Errors and limits of all tensors; of decoding also the bytes that each rank sends per token."""
-    found = []
+    entries = []
     for setup, result in _paired(planned, results):
         entry = {**_setup_as_json(setup), "problem": problem_as_json(setup.problem)}
         if result is not None:
             entry |= {"errors": dict(result.errors), "limits": dict(result.limits), "ok": result.ok}
             entry |= {"failure": result.failure} if result.failure else {}
             entry |= {"sent_per_token": list(result.sent)} if result.sent else {}
-        found.append(entry)
-    return {"ok": bool(results) and all(result.ok for result in results), "results": found}
+        entries.append(entry)
+    return {"ok": bool(results) and all(result.ok for result in results), "results": entries}
 
 
-def _by_axis(sent: Formula, phase: str) -> str:
+def _join_axes(sent: Formula, phase: str) -> str:
     return ", ".join(f"{axis} {show_bytes(n)}" for (p, axis), n in sent.items() if p == phase)
 
 
@@ -134,5 +134,5 @@ def _setup_as_json(setup: Setup) -> dict[str, Any]:
 
 def problem_as_json(problem: Problem) -> dict[str, Any]:
     """All fields except a custom placement."""
-    found = asdict(replace(problem, placed=None))
-    return {name: value for name, value in found.items() if name != "placed"} | {"dtype": dtype_name(problem.dtype)}
+    fields = asdict(replace(problem, placed=None))
+    return {name: value for name, value in fields.items() if name != "placed"} | {"dtype": dtype_name(problem.dtype)}

@@ -42,8 +42,8 @@ def bench(
         typer.Option(
             "--provider",
             metavar="NAME",
-            help="a method, or another library's: torch-ring, te-p2p, te-all_gather, te-a2a, te-a2a+p2p; with options as "
-            "in attention2d:grid=4x2; repeatable; default: all for softmax attention",
+            help="a method, or another library's: torch-ring, te-p2p, te-all_gather, te-a2a, te-a2a+p2p; with options "
+            "as in attention2d:grid=4x2; repeatable; default: all for softmax attention",
         ),
     ] = None,
     mask: Annotated[
@@ -95,33 +95,33 @@ def bench(
     """
     with flags.errors_in_one_line():
         where, size = flags.device_name(device), started.number_of_ranks(ranks)
-        given = {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads, "head_dim": head_dim}
-        given |= {"v_head_dim": v_head_dim, "dtype": dtype and flags.torch_dtype(dtype)}
-        chosen = TYPICAL[where] | {name: value for name, value in given.items() if value is not None}
+        sizes = {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads, "head_dim": head_dim}
+        sizes |= {"v_head_dim": v_head_dim, "dtype": dtype and flags.torch_dtype(dtype)}
+        chosen = TYPICAL[where] | {name: value for name, value in sizes.items() if value is not None}
         problem = Problem(size=size, batch=batch, decay=decay.value, **chosen)
         problem = problem.with_transport(network=network_between(where))
         profile = None if cluster is None else hardware.cluster(cluster)
         entries, left_out = _contestants(provider or (), where)
         lengths = _each_length(problem, seq_length or (), where)
         problems = _each_mask(lengths, entries[0].kind, mask or (), window, documents)
-        here, hosts = started.start(where, size), started.hosts(size)
+        own_device, hosts = started.start(where, size), started.hosts(size)
         problems = [problem.with_transport(hosts=hosts) for problem in problems]
         for problem in problems if where == "cpu" and len(set(hosts)) == 1 else ():
             refuse_too_large(problem, runs=1)
         plans = [run.plan(problem, entries, where, profile) for problem in problems]
         processors, cores = Processors(), psutil.cpu_count(logical=False) or os.cpu_count()
-        found = Report(
-            results=run.bench(plans, where, rounds, timeout, here),
+        report = Report(
+            results=run.bench(plans, where, rounds, timeout, own_device),
             device=torch.cuda.get_device_name() if where == "cuda" else f"{cores} CPU cores",
             rounds=rounds,
             cluster=cluster,
             left_out=left_out,
-            others=processors.others() if here is None and where == "cpu" else 0.0,
+            others=processors.others() if own_device is None and where == "cpu" else 0.0,
         )
     if started.is_first():
-        output.show(as_json, found.as_json, lambda: found.print(new_console()))
-        output.verdict(found.ok, found.verdict, as_json)
-    elif not found.ok:
+        output.show(as_json, report.as_json, lambda: report.print(new_console()))
+        output.verdict(report.ok, report.verdict, as_json)
+    elif not report.ok:
         raise typer.Exit(1)
 
 

@@ -65,18 +65,18 @@ class Measured:
     def as_json(self, p: Problem) -> dict[str, Any]:
         """All figures; rates of a rank, forward and in total, are those of the matrix products of visible pairs, two
         forward and five backward, and None for linear attention, which computes no pairs."""
-        found: dict[str, Any] = {"name": str(self.entry)}
+        row: dict[str, Any] = {"name": str(self.entry)}
         if self.cannot is not None:
-            return found | {"cannot": replace_megatron_flags(self.cannot)}
-        found |= {"cannot": None, "settings": self.settings}
-        found |= {"correct": not self.wrong, "errors": self.errors, "allowed": self.allowed}
+            return row | {"cannot": replace_megatron_flags(self.cannot)}
+        row |= {"cannot": None, "settings": self.settings}
+        row |= {"correct": not self.wrong, "errors": self.errors, "allowed": self.allowed}
         if self.taken is None or self.ideal is None:
-            return found
+            return row
         own, ideal = self.taken.medians, self.ideal.medians
         forward, backward = p.head_dim + p.v_head_dim, 3 * p.head_dim + 2 * p.v_head_dim
         work = 2 * pairs(p) * p.batch * p.heads / p.size
         rate = Both(work * forward / own.forward, work * (forward + backward) / own.total)
-        return found | {
+        return row | {
             "sent": None if self.sent is None else {"least": self.sent[0], "most": self.sent[1]},
             "seconds": self.taken._asdict(),
             "median": own._asdict(),

@@ -73,24 +73,21 @@ def _predicted(setup: Setup, problem: Problem, cluster: Cluster) -> float:
 
 
 def bench(
-    plans: Sequence[CaseResult], device: str, rounds: int, timeout: float, here: torch.device | None = None
+    plans: Sequence[CaseResult], device: str, rounds: int, timeout: float, own_device: torch.device | None = None
 ) -> list[CaseResult]:
     """Measure all plans, which are of one kind of attention; RankError if a forked rank fails.
 
     Args:
         device: ``cpu`` or ``cuda``.
         timeout: seconds for forked ranks.
-        here: this rank's device, if it has joined others; None: ranks are forked.
+        own_device: this rank's, if it has joined others; None: ranks are forked.
     """
     kinds = [m.entry.kind for p in plans for m in p.possible]
     if not kinds:
         return list(plans)
     questions = [question(p.problem, kinds[0]) for p in plans]
-
-    def rank(mine: torch.device) -> list[list[dict[str, Any]]]:
-        return Rank(mine, rounds).run(plans, questions)
-
-    fields = ranks.run(rank, plans[0].problem.size, device, timeout, here)
+    size = plans[0].problem.size
+    fields = ranks.run(lambda own: Rank(own, rounds).run(plans, questions), size, device, timeout, own_device)
     return [filled(p, of_possible) for p, of_possible in zip(plans, fields, strict=True)]
 
 
@@ -113,30 +110,30 @@ class Rank:
     def run(self, plans: Sequence[CaseResult], questions: Sequence[oracle.Case]) -> list[list[dict[str, Any]]]:
         """The measurements of all contestants that can run, in order; the same on all ranks."""
         with self._status:
-            return [self._case(p, asked) for p, asked in zip(plans, questions, strict=True)]
+            return [self._case(p, case) for p, case in zip(plans, questions, strict=True)]
 
-    def _case(self, plan: CaseResult, asked: oracle.Case) -> list[dict[str, Any]]:
-        checked = [(m, self._checked(m, asked)) for m in plan.possible]
-        after = [(m, replace(m, **found)) for m, found in checked]
+    def _case(self, plan: CaseResult, case: oracle.Case) -> list[dict[str, Any]]:
+        checked = [(m, self._checked(m, case)) for m in plan.possible]
+        after = [(m, replace(m, **fields)) for m, fields in checked]
         right = [m for m, now in after if now.cannot is None and not now.wrong]
         timed = dict(zip((m.entry for m in right), self.timed(plan.problem, right) if right else (), strict=True))
-        return [found | timed.get(m.entry, {}) for m, found in checked]
+        return [fields | timed.get(m.entry, {}) for m, fields in checked]
 
-    def _checked(self, one: Measured, asked: oracle.Case) -> dict[str, Any]:
+    def _checked(self, one: Measured, case: oracle.Case) -> dict[str, Any]:
         """A contestant's errors on the short case."""
         self._status.update(f"checking {one.entry}")
         try:
-            contestant = self.start(one, asked.problem)
-            parts = Inputs(*(None if x is None else contestant.shard(x.to(self._device)) for x in asked.inputs))
-            errors = relative_errors(contestant.step(parts), map(contestant.shard, asked.want))
+            contestant = self.start(one, case.problem)
+            parts = Inputs(*(None if x is None else contestant.shard(x.to(self._device)) for x in case.inputs))
+            errors = relative_errors(contestant.step(parts), map(contestant.shard, case.want))
         except Exception as error:  # of any library
             if one.setup is None and isinstance(error, _REFUSALS):
                 return {"cannot": f"upstream refuses: {error}"}
-            raise RuntimeError(f"{one.entry} fails on {mask_name(asked.problem)}: {error}") from error
+            raise RuntimeError(f"{one.entry} fails on {mask_name(case.problem)}: {error}") from error
         return {
             "settings": contestant.settings,
-            "errors": dict(zip(oracle.tensors(asked.problem), errors, strict=False)),
-            "allowed": limits(one.setup, asked, self._device),
+            "errors": dict(zip(oracle.tensors(case.problem), errors, strict=False)),
+            "allowed": limits(one.setup, case, self._device),
         }
 
     def timed(self, problem: Problem, right: Sequence[Measured]) -> list[dict[str, Any]]:
@@ -201,8 +198,8 @@ def question(problem: Problem, kind: Kind) -> oracle.Case:
 def relative_errors(got: Iterable[Tensor], want: Iterable[Tensor]) -> list[float]:
     """Relative errors (norm) of sharded tensors; infinite if a shard is not finite or has a wrong shape. Collective."""
     squares = []
-    for mine, wanted in zip(got, (x.double() for x in want), strict=True):
-        error = (mine.cpu().double() - wanted).square().sum().item() if mine.shape == wanted.shape else torch.inf
+    for shard, wanted in zip(got, (x.double() for x in want), strict=True):
+        error = (shard.cpu().double() - wanted).square().sum().item() if shard.shape == wanted.shape else torch.inf
         squares.append((error, wanted.square().sum().item()))
     of_ranks = torch.tensor(gather_objects(squares), dtype=torch.float64)
     error, norm = of_ranks.sum(0).unbind(1)

@@ -59,10 +59,10 @@ class Recording:
     def work(self) -> list[list[int]]:
         """``work[rank][step]``: visible pairs of all heads."""
         steps = 1 + max(call.step for call in self.calls)
-        found = [[0] * steps for _ in range(self.size)]
+        pairs = [[0] * steps for _ in range(self.size)]
         for call in self.calls:
-            found[call.rank][call.step] += call.pairs * len(call.heads)
-        return found
+            pairs[call.rank][call.step] += call.pairs * len(call.heads)
+        return pairs
 
     def mean(self) -> float:
         """The work of a rank under perfect balance."""
@@ -87,10 +87,10 @@ class Recording:
 
     def fetched(self) -> list[set[int]]:
         """rank -> the keys of other ranks that its kernels are given."""
-        found: list[set[int]] = [set() for _ in range(self.size)]
+        arrived: list[set[int]] = [set() for _ in range(self.size)]
         for call in self.calls:
-            found[call.rank] |= set(call.keys.tolist())
-        return [keys - set(held.tolist()) for keys, held in zip(found, self.held, strict=True)]
+            arrived[call.rank] |= set(call.keys.tolist())
+        return [keys - set(held.tolist()) for keys, held in zip(arrived, self.held, strict=True)]
 
     def ranks_of(self, head: int) -> tuple[int, ...]:
         """The ranks that compute some of a query head."""
@@ -138,17 +138,17 @@ def record(
         cp.build_around(kernel, cp.problem(q, k, k, causal=causal), mask=mask).forward(Queries(q), KeyValues(k, k))
         return cp.layout.name, cp.positions(seq_length), calls
 
-    found = run_threads(rank, settled.axes)
+    recorded = run_threads(rank, settled.axes)
     return Recording(
         provider=settled.provider.name,
-        layout=found[0][0],
+        layout=recorded[0][0],
         options=settled.options,
         size=size,
         seq_length=seq_length,
         heads=heads,
         mask=mask,
-        held=tuple(positions for _, positions, _ in found),
-        calls=tuple(call for _, _, calls in found for call in calls),
+        held=tuple(positions for _, positions, _ in recorded),
+        calls=tuple(call for _, _, calls in recorded for call in calls),
     )
 
 

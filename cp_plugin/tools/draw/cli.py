@@ -125,9 +125,9 @@ def _draw_time(axes: Axes, timed: Recording) -> None:
     mean, longest, start = timed.mean(), max(timed.critical_path(), 1.0), 0.0
     for step, pairs in enumerate(zip(*timed.work(), strict=True)):
         length = max(pairs) / mean
-        for rank, mine in enumerate(pairs):
+        for rank, work in enumerate(pairs):
             axes.add_patch(canvas.box(start, rank + 0.1, length, 0.8, canvas.IDLE))
-            axes.add_patch(canvas.box(start, rank + 0.1, mine / mean, 0.8, canvas.RANK_COLOURS[rank]))
+            axes.add_patch(canvas.box(start, rank + 0.1, work / mean, 0.8, canvas.RANK_COLOURS[rank]))
         axes.axvline(start, color=canvas.INK, linewidth=0.5)
         if length > longest / 8:
             axes.text(start + length / 2, -0.1, f"step {step}", ha="center", va="bottom", fontsize=canvas.POINTS)

@@ -97,8 +97,8 @@ def _provider(one: Experiment) -> str:
     linear, pattern = own.get("cp-linear-attention"), str(own.get("cp-layer-pattern", "L"))
     if not linear:
         return str(own.get("cp-provider", "upstream"))
-    found = f"{own.get('cp-linear-provider', 'lasp2')} ({linear}, {pattern})"
-    return f"{found}, {own.get('cp-provider', 'all_gather')}" if "N" in pattern else found
+    method = f"{own.get('cp-linear-provider', 'lasp2')} ({linear}, {pattern})"
+    return f"{method}, {own.get('cp-provider', 'all_gather')}" if "N" in pattern else method
 
 
 def _lengths(one: Experiment) -> str:

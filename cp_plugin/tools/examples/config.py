@@ -130,6 +130,6 @@ def examples() -> Iterator[Example]:
 
 def load(name: str) -> Example:
     """The example of that name; ValueError for an unknown one, with the nearest."""
-    found = find("example", name, {one: one for one in names()})
-    base = yaml_files.read(FOLDER / found / FILE)
-    return Example(found, base, {BASE: {}, **base.pop("variants", {})})
+    folder = find("example", name, {one: one for one in names()})
+    base = yaml_files.read(FOLDER / folder / FILE)
+    return Example(folder, base, {BASE: {}, **base.pop("variants", {})})
