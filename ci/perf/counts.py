@@ -1,17 +1,26 @@
-"""Stored counts that must not change unnoticed: what differs, as a table, and writing it."""
+"""Stored counts that must not change unnoticed: reading them, what differs, as a table, and writing it."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+
+from cp_plugin.tools.output import print_table, print_verdict
 
 Counts = dict[str, int] | str
 """Numbers by name; or, instead of numbers, why there are none."""
+CONSOLE = Console(width=None if sys.stdout.isatty() else 160)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The JSON of a file; nothing if there is no such file."""
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def differences(stored: Mapping[str, Counts], now: Mapping[str, Counts]) -> list[tuple[str, str, str, str]]:
@@ -46,22 +55,17 @@ def compare(
     entries: what the keys are, such as "setup".
     write: write the current counts, and pass.
     """
-    console = Console(width=None if sys.stdout.isatty() else 160)
     rows = differences(stored, now)
-    if rows:
-        table = Table(entries, "what", "stored", "now", title="What differs")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    if write is not None and rows:
-        write()
-        console.print(f"{len(rows)} changes written")
+    if not rows:
+        numbers = sum(len(_as_dict(counts)) for counts in now.values())
+        print_verdict(True, f"{numbers:,} counts of {len(now)} {entries}s as stored", CONSOLE)
         return
-    if rows:
-        console.print(f"FAIL: {len(rows)} differ; if they are meant to, --update", style="bold red")
+    print_table(CONSOLE, "What differs", (entries, "what", "stored", "now"), [(row, "") for row in rows])
+    if write is None:
+        print_verdict(False, f"{len(rows)} differ; if they are meant to, --update", CONSOLE)
         raise typer.Exit(1)
-    numbers = sum(1 if isinstance(counts, str) else len(counts) for counts in now.values())
-    console.print(f"PASS: {numbers:,} counts of {len(now)} {entries}s as stored", style="bold green")
+    write()
+    print(f"{len(rows)} changes written")
 
 
 def lines(counts: Mapping[str, Counts]) -> str:

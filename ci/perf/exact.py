@@ -9,7 +9,6 @@ fail as well, so that the file always matches the code.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +16,13 @@ from typing import Annotated
 
 import torch._dynamo  # noqa: F401  # operators on meta tensors import it, and in a trace its frames keep tensors alive
 import typer
-from counts import Counts, compare, lines
+from counts import Counts, compare, lines, read
 
 from cp_plugin.engine.attention.calls import Setup, options_of, settled_or_reason
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.methods import registry as providers
-from cp_plugin.planner.trace.program import Attention, Event, Memory, Post, Products, Program, program
+from cp_plugin.planner.trace.program import Attention, Event, Memory, Post, Products, program
 
 FILE = Path(__file__).with_name("exact.json")
 GQA = Problem(size=4, heads=16, kv_heads=4, head_dim=64, seq_length=8192)
@@ -43,45 +42,34 @@ def count() -> dict[str, Counts]:
     """``problem: provider, layout`` -> totals over all ranks, and peaks of the worst; or why the provider cannot run
     it.
     """
-    found: dict[str, Counts] = {}
+    counts: dict[str, Counts] = {}
     for problem, (wanted, options) in PROBLEMS.items():
         kinds = ("linear",) if wanted.decay != "none" else ("softmax", "linear")
         for provider in (providers.get(name) for kind in kinds for name in providers.names(kind)):
-            if any(name not in (*provider.options, *_any(provider.kind)) for name in options.chosen):
+            known = {*provider.options, *(providers.ANY_SOFTMAX if provider.kind == "softmax" else ())}
+            if not options.chosen.keys() <= known:
                 continue
             for layout in provider.layouts if wanted is GQA else provider.layouts[:1]:
                 setup = settled_or_reason(provider, wanted, replace(options_of(provider, options), layout=layout))
-                found[f"{problem}: {provider.name}, {layout}"] = setup.reason or _counts(setup)
-    return found
+                counts[f"{problem}: {provider.name}, {layout}"] = setup.reason or _count_one(setup)
+    return counts
 
 
-def _any(kind: str) -> tuple[str, ...]:
-    return providers.ANY_SOFTMAX if kind == "softmax" else ()
-
-
-def _counts(setup: Setup) -> dict[str, int]:
+def _count_one(setup: Setup) -> dict[str, int]:
     programs = [program(setup, index) for index in range(setup.problem.size)]
     total: Counter[str] = Counter()
-    for one in programs:
-        total.update(_of(one))
+    for phase, axis, sent in ((*line, sent) for one in programs for line, sent in one.sent.items()):
+        total[f"{phase}: bytes on {axis}"] += sent
     for phase in ("forward", "backward"):
+        for event in (event for one in programs for event in getattr(one, phase)):
+            for name, number in _numbers(event):
+                total[f"{phase}: {name}"] += number
         total[f"{phase}: peak bytes"] = max(getattr(one.peaks, phase) for one in programs)
     total["forward: pairs of the busiest rank"] = max(one.pairs() for one in programs)
     return dict(sorted(total.items()))
 
 
-def _of(one: Program) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for (phase, axis), sent in one.sent.items():
-        found[f"{phase}: bytes on {axis}"] += sent
-    for phase in ("forward", "backward"):
-        for event in getattr(one, phase):
-            for name, number in _what(event):
-                found[f"{phase}: {name}"] += number
-    return found
-
-
-def _what(event: Event) -> list[tuple[str, int]]:
+def _numbers(event: Event) -> list[tuple[str, int]]:
     match event:
         case Post():
             return [(f"{event.verb} on {event.axis}", 1), ("messages", event.messages)]
@@ -100,8 +88,7 @@ def main(
 ) -> None:
     """Count what every provider does and compare with the file."""
     now = count()
-    stored = json.loads(file.read_text()) if file.exists() else {}
-    compare(stored, now, "setup", (lambda: file.write_text(lines(now) + "\n")) if update else None)
+    compare(read(file), now, "setup", (lambda: file.write_text(lines(now) + "\n")) if update else None)
 
 
 if __name__ == "__main__":

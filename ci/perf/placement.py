@@ -45,10 +45,10 @@ def zigzag(lengths: tuple[int, ...], size: int) -> Placement:
     """The placement of zigzag over the whole pack."""
     mask = Mask(None, 0, tuple(accumulate(lengths, initial=0)))
     pieces = [
-        (d, s.start + here.start - mask.documents[d], s.start + here.stop - mask.documents[d], rank)
+        (d, s.start + part.start - mask.documents[d], s.start + part.stop - mask.documents[d], rank)
         for rank in range(size)
         for s in get_layout("zigzag").segments(sum(lengths), size, rank)
-        for d, here in mask.pieces(s)
+        for d, part in mask.pieces(s)
     ]
     return Placement(lengths, size, 1, None, *np.array(pieces).T)
 

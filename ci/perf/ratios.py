@@ -16,14 +16,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
+from counts import CONSOLE
 from rich.progress import track
-from rich.table import Table
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.engine.attention.calls import settled
@@ -34,6 +34,7 @@ from cp_plugin.tools.bench.cases import CAUSAL, with_mask
 from cp_plugin.tools.bench.contestants import Entry, Provided, random_parts
 from cp_plugin.tools.bench.report import Processors
 from cp_plugin.tools.bench.run import bench, plan
+from cp_plugin.tools.output import print_table, print_verdict
 
 BUSY = 0.05
 """Share of all processors' time."""
@@ -57,13 +58,13 @@ class Ratio(NamedTuple):
         return self.baseline / self.ours >= self.wanted
 
 
-def on_two_ranks(name: str, baseline: str, ours: str, wanted: float, rounds: int) -> Ratio:
-    """Of two contestants of ``cp-plugin bench``; AssertionError if one computes something else than attention."""
+def compare_on_two_ranks(name: str, baseline: str, ours: str, wanted: float, rounds: int) -> Ratio:
+    """The ratio of two contestants of ``cp-plugin bench``; AssertionError if one computes anything but attention."""
     planned = plan(with_mask(CAUSAL, TWO), [Entry.parse(baseline), Entry.parse(ours)], "cpu")
-    (found,) = bench([planned], "cpu", rounds, timeout=600)
-    for m in found.measured:
+    (result,) = bench([planned], "cpu", rounds, timeout=600)
+    for m in result.measured:
         assert m.taken is not None, f"{m.entry}: {m.cannot or m.errors}"
-    return Ratio(name, _setup(TWO), *(m.taken.medians.total for m in found.measured), wanted)
+    return Ratio(name, _setup(TWO), *(m.taken.medians.total for m in result.measured), wanted)
 
 
 def overhead(dtype: torch.dtype, rounds: int) -> Ratio:
@@ -82,9 +83,7 @@ def overhead(dtype: torch.dtype, rounds: int) -> Ratio:
         out.backward(x.dout)
         return out.detach(), q.grad, k.grad, v.grad
 
-    def ours(between: Callable[[], object] = lambda: None) -> tuple[torch.Tensor, ...]:
-        return provided.step(x, between)
-
+    ours = partial(provided.step, x)
     torch.testing.assert_close(ours()[0], plain()[0])
     seconds = [median(call.total for call in calls) for calls in take_turns([plain, ours], rounds, CPU)]
     return Ratio("plain SDPA over provider path", _setup(problem), *seconds, wanted=1 / 1.03)
@@ -99,24 +98,24 @@ def main(rounds: Annotated[int, typer.Option(min=1, help="timed calls of each si
     processors = Processors()
     zigzag = ("torch-ring:rotate=alltoall,hops=p2p", "ring:layout=zigzag")
     todo = [
-        lambda: on_two_ranks("striped over contiguous ring", "ring:layout=contiguous", "striped", 1.38, rounds),
-        lambda: on_two_ranks("PyTorch's ring over ours", *zigzag, SLOWER, rounds),
+        lambda: compare_on_two_ranks("striped over contiguous ring", "ring:layout=contiguous", "striped", 1.38, rounds),
+        lambda: compare_on_two_ranks("PyTorch's ring over ours", *zigzag, SLOWER, rounds),
         lambda: overhead(torch.float32, rounds),
         lambda: overhead(torch.bfloat16, rounds),
     ]
-    found = [measure() for measure in track(todo, description="measuring")]
-    others, good = processors.others(), all(ratio.ok for ratio in found)
-    table = Table("ratio", "setup", "baseline s", "ours s", "measured", "wanted", title="Forward + backward")
-    for r in found:
-        cells = (f"{r.baseline:.3f}", f"{r.ours:.3f}", f"{r.baseline / r.ours:.3f}x", f">= {r.wanted:.3f}x")
-        table.add_row(r.name, r.setup, *cells, style=None if r.ok else "red")
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table)
-    console.print("PASS" if good else "FAIL", style="bold green" if good else "bold red")
+    ratios = [measure() for measure in track(todo, description="measuring")]
+    others, good = processors.others(), sum(ratio.ok for ratio in ratios)
+    rows = []
+    for r in ratios:
+        figures = (f"{r.baseline:.3f}", f"{r.ours:.3f}", f"{r.baseline / r.ours:.3f}x", f">= {r.wanted:.3f}x")
+        rows.append(((r.name, r.setup, *figures), "" if r.ok else "red"))
+    columns = ("ratio", "setup", "baseline s", "ours s", "measured", "wanted")
+    print_table(CONSOLE, "Forward + backward", columns, rows)
+    print_verdict(good == len(ratios), f"{good} of {len(ratios)} as wanted", CONSOLE)
     if others > BUSY:
         print(f"other programs took {others:.0%} of the processors: measure again on a quiet machine", file=sys.stderr)
-        raise typer.Exit(3 if good else 1)
-    raise typer.Exit(not good)
+        raise typer.Exit(3 if good == len(ratios) else 1)
+    raise typer.Exit(good < len(ratios))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,10 +26,10 @@ import torch
 import triton
 import typer
 from compile_kernels import NVIDIA, assembled
-from counts import Counts, compare, lines
+from counts import CONSOLE, Counts, compare, lines, read
 from launches import Launch, launches
-from rich.console import Console
-from rich.table import Table
+
+from cp_plugin.tools.output import print_table
 
 FILE = Path(__file__).with_name("sass.json")
 GPUS = (80, 90, 100)
@@ -54,7 +53,7 @@ PRODUCT = re.compile(r"(?:[A-Z]*MMA)(?:\.\w+)?")
 
 def count(gpus: tuple[int, ...] = GPUS, only: str = "") -> dict[str, Counts]:
     """``sm_GPU, case, call: kernel`` -> counts."""
-    found: dict[str, Counts] = {}
+    counted: dict[str, Counts] = {}
     for gpu in gpus:
         for case, calls in CASES.items():
             for name, call in calls().items() if only in case else ():
@@ -62,9 +61,9 @@ def count(gpus: tuple[int, ...] = GPUS, only: str = "") -> dict[str, Counts]:
                     call()
                 for launch in made:
                     key = f"sm_{gpu}, {case}, {name}: {launch.kernel}"
-                    assert key not in found, f"{key} is launched twice"
-                    found[key] = counts(launch, gpu)
-    return found
+                    assert key not in counted, f"{key} is launched twice"
+                    counted[key] = counts(launch, gpu)
+    return counted
 
 
 def counts(launch: Launch, gpu: int) -> dict[str, int]:
@@ -73,12 +72,12 @@ def counts(launch: Launch, gpu: int) -> dict[str, int]:
     accesses to spilled values (LDL, STL), and waits for products of a group of warps: how many let some go on (``wait
     some``), and how many let none (``wait all``).
     """
-    found = OPCODE.findall(disassembled(launch.cubin))
-    opcodes = [opcode for opcode, _ in found]
+    instructions = OPCODE.findall(disassembled(launch.cubin))
+    opcodes = [opcode for opcode, _ in instructions]
     kinds = Counter(opcode.split(".")[0] for opcode in opcodes)
     waits = Counter(
         "wait all" if operands.rstrip().endswith(" 0x0") else "wait some"
-        for opcode, operands in found
+        for opcode, operands in instructions
         if opcode.startswith("WARPGROUP.DEPBAR")
     )
     products = Counter(PRODUCT.match(opcode)[0] for opcode in opcodes if PRODUCT.match(opcode))
@@ -101,32 +100,26 @@ def disassembled(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def stored(file: Path) -> dict[str, dict[str, Counts]]:
-    """Version of Triton -> counts."""
-    return json.loads(file.read_text()) if file.exists() else {}
-
-
-def selected(found: Mapping[str, Counts], gpus: tuple[int, ...], only: str) -> dict[str, Counts]:
+def selected(counted: Mapping[str, Counts], gpus: tuple[int, ...], only: str) -> dict[str, Counts]:
     """Those of these GPUs and cases."""
-    parts = {key: key.split(", ") for key in found}
-    return {key: found[key] for key, (gpu, case, *_) in parts.items() if int(gpu[3:]) in gpus and only in case}
+    parts = {key: key.split(", ") for key in counted}
+    return {key: counted[key] for key, (gpu, case, *_) in parts.items() if int(gpu[3:]) in gpus and only in case}
 
 
 def write(file: Path, now: Mapping[str, Counts]) -> None:
     """Replace the counts of this version of Triton."""
-    versions = stored(file) | {triton.__version__: dict(now)}
+    versions = read(file) | {triton.__version__: dict(now)}
     parts = (f"{json.dumps(version)}: {lines(versions[version])}" for version in sorted(versions))
     file.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
-def show(found: Mapping[str, Counts]) -> None:
+def show(counted: Mapping[str, Counts]) -> None:
     """A row per kernel."""
-    always = ("registers", "spilled", "shared", "instructions", "LDGSTS")
-    table = Table("kernel", *always, "others")
-    for key, numbers in found.items():
+    always, rows = ("registers", "spilled", "shared", "instructions", "LDGSTS"), []
+    for key, numbers in counted.items():
         others = ", ".join(f"{n} x {name}" for name, n in numbers.items() if name not in always)
-        table.add_row(key, *(f"{numbers[name]:,}" for name in always), others)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        rows.append(((key, *(f"{numbers[name]:,}" for name in always), others), ""))
+    print_table(CONSOLE, "", ("kernel", *always, "others"), rows)
 
 
 def main(
@@ -137,7 +130,7 @@ def main(
     file: Annotated[Path, typer.Option(help="The file of counts.")] = FILE,
 ) -> None:
     """Compile the kernels and compare their machine code with the file."""
-    gpus, versions = tuple(gpu or GPUS), stored(file)
+    gpus, versions = tuple(gpu or GPUS), read(file)
     before = versions.get(triton.__version__, {})
     if not any(only in case for case in CASES):
         raise typer.BadParameter(f"no case has {only!r} in its name; there are {', '.join(CASES)}")
