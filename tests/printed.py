@@ -42,25 +42,27 @@ class Printed:
 
 def pages() -> list[Path]:
     """All Markdown files; the README first."""
-    found = [ROOT / "README.md"]
-    for pattern in ("*.md", *(f"{folder}/**/*.md" for folder in ("docs", "examples", "patches", "ci", "tests"))):
-        found += sorted(ROOT.glob(pattern))
-    return list(dict.fromkeys(found))
+    patterns = (
+        "README.md",
+        "*.md",
+        *(f"{folder}/**/*.md" for folder in ("docs", "examples", "patches", "ci", "tests")),
+    )
+    return list(dict.fromkeys(page for pattern in patterns for page in sorted(ROOT.glob(pattern))))
 
 
 @cache
 def fenced() -> list[Printed]:
     """All commands in fenced blocks, each once."""
-    return _once(command for page in pages() for command in in_fences(page.read_text(), _name(page)))
+    return _once(command for page in pages() for command in read_fences(page.read_text(), _name(page)))
 
 
 @cache
 def inline() -> list[Printed]:
     """Inline code that begins with a program or a script of this repository, each once."""
-    return _once(command for page in pages() for command in _in_line(page.read_text(), _name(page)))
+    return _once(command for page in pages() for command in _read_inline(page.read_text(), _name(page)))
 
 
-def in_fences(markdown: str, page: str) -> Iterator[Printed]:
+def read_fences(markdown: str, page: str) -> Iterator[Printed]:
     """The commands of a page's fenced blocks."""
     for block in _FENCE.finditer(markdown):
         language, body = block["language"], _PLACEHOLDER.sub(FLAGS, block["body"])
@@ -76,10 +78,10 @@ def in_fences(markdown: str, page: str) -> Iterator[Printed]:
 
 
 def _once(commands: Iterable[Printed]) -> list[Printed]:
-    found: dict[str, Printed] = {}
+    first: dict[str, Printed] = {}
     for command in commands:
-        found.setdefault(command.text, command)
-    return list(found.values())
+        first.setdefault(command.text, command)
+    return list(first.values())
 
 
 def _commands(line: str) -> Iterator[str]:
@@ -93,7 +95,7 @@ def _commands(line: str) -> Iterator[str]:
             words = []
 
 
-def _in_line(markdown: str, page: str) -> Iterator[Printed]:
+def _read_inline(markdown: str, page: str) -> Iterator[Printed]:
     for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", _FENCE.sub("", markdown)):
         text = _PLACEHOLDER.sub(FLAGS, " ".join(span.split()))
         first = text.partition(" ")[0]

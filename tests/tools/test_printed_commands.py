@@ -29,6 +29,7 @@ from cp_plugin import run
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.megatron.planned import command as planned
 from cp_plugin.planner.machine import hardware
+from cp_plugin.testing.nproc import split_nproc
 from cp_plugin.tools.app import app
 
 _TRAINING = (
@@ -47,43 +48,41 @@ SMALLER = {
 }
 """Pattern of a command -> options that it gets unless it has them itself."""
 COVERED = {
-    r"(python3? )?examples/quickstart\.(sh|py)\b": "tests/tools/test_quickstart.py::test_it_passes_and_leaves_a_plot",
-    r"(python3? )?examples/packed\.py\b": "tests/tools/test_quickstart.py::test_placed_packs_train_as_on_one_rank",
+    r"(python3? )?examples/quickstart\.(sh|py)\b": "tools/test_quickstart.py::test_it_passes_and_leaves_a_plot",
+    r"(python3? )?examples/packed\.py\b": "tools/test_quickstart.py::test_placed_packs_train_as_on_one_rank",
     r"python examples/hybrid\.py": (
-        "tests/tools/test_quickstart.py::test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot"
+        "tools/test_quickstart.py::test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot"
     ),
-    r"ci/\w+\.sh\b": "tests/tools/test_printed_commands.py::test_scripts_run_what_they_say",
-    r"(ruff|lint-imports)\b": "tests/tools/test_printed_commands.py::test_scripts_run_what_they_say",
-    r"mkdocs build\b": "tests/docs/test_site.py::test_every_page_is_on_it",
-    r"pip install (--dry-run )?\.$": "tests/ci/test_container.py::test_nothing_of_the_image_is_replaced",
-    r"(PYTHON=\S+ )?(bash|sbatch) ci/parity/\w+\.": "tests/ci/test_parity_cases.py::test_planted_faults_fail",
-    r"bash ci/faults/run\.sh\b": "tests/ci/test_faults.py::test_an_unknown_fault_is_refused",
-    r"python ci/faults/soak\.py\b": "tests/ci/test_faults.py::test_a_leak_is_found",
-    r"ci/gpu/pack\.sh\b": "tests/ci/test_gpu_pack.py::test_a_kernel_is_found_in_another_folder_by_another_install",
-    r"ci/gpu/check\.sh\b": "tests/ci/test_gpu_check.py::test_everything_runs_with_torch_and_triton_alone",
-    r"python3? ci/gpu/report\.py page": "tests/ci/test_gpu_check.py::test_pages_say_what_their_files_say",
-    r"python tests/equipment/cuda/budget\.py": "tests/fake_cuda/test_budget.py::test_budget",
-    r"python docs/generate\.py": "tests/docs/test_docs.py::test_the_pages_are_what_the_code_gives_now",
-    r"git apply .*patches/megatron-lm/": "tests/ci/test_patches.py::test_it_applies_to_the_installed_megatron",
+    r"ci/\w+\.sh\b": "tools/test_printed_commands.py::test_scripts_run_what_they_say",
+    r"(ruff|lint-imports)\b": "tools/test_printed_commands.py::test_scripts_run_what_they_say",
+    r"mkdocs build\b": "docs/test_site.py::test_every_page_is_on_it",
+    r"pip install (--dry-run )?\.$": "ci/test_container.py::test_nothing_of_the_image_is_replaced",
+    r"(PYTHON=\S+ )?(bash|sbatch) ci/parity/\w+\.": "ci/test_parity_cases.py::test_planted_faults_fail",
+    r"bash ci/faults/run\.sh\b": "ci/test_faults.py::test_an_unknown_fault_is_refused",
+    r"python ci/faults/soak\.py\b": "ci/test_faults.py::test_a_leak_is_found",
+    r"ci/gpu/pack\.sh\b": "ci/test_gpu_pack.py::test_a_kernel_is_found_in_another_folder_by_another_install",
+    r"ci/gpu/check\.sh\b": "ci/test_gpu_check.py::test_everything_runs_with_torch_and_triton_alone",
+    r"python3? ci/gpu/report\.py page": "ci/test_gpu_check.py::test_pages_say_what_their_files_say",
+    r"python tests/equipment/cuda/budget\.py": "fake_cuda/test_budget.py::test_budget",
+    r"python docs/generate\.py": "docs/test_docs.py::test_the_pages_are_what_the_code_gives_now",
+    r"git apply .*patches/megatron-lm/": "ci/test_patches.py::test_it_applies_to_the_installed_megatron",
     r"cp-plugin generate|(python|torchrun .*) -m cp_plugin\.generate": (
-        "tests/megatron/runs/test_generate.py::test_greedy_text_is_that_of_one_rank"
+        "megatron/runs/test_generate.py::test_greedy_text_is_that_of_one_rank"
     ),
     r"torchrun .*--no-python cp-plugin calibrate": (
-        "tests/planner/test_calibrate.py::test_the_command_writes_what_it_measured"
+        "planner/test_calibrate.py::test_the_command_writes_what_it_measured"
     ),
-    r"([A-Z_]+=\S+ )*bash train\.sh\b": ("tests/tools/test_examples_scripts.py::test_a_node_starts_its_ranks"),
+    r"([A-Z_]+=\S+ )*bash train\.sh\b": "tools/test_examples_scripts.py::test_a_node_starts_its_ranks",
     r"sbatch --nodes \d+ --gpus-per-node \d+ examples/launch\.sbatch\b": (
-        "tests/tools/test_examples_scripts.py::test_the_launcher_starts_the_ranks_of_the_example_that_is_named"
+        "tools/test_examples_scripts.py::test_the_launcher_starts_the_ranks_of_the_example_that_is_named"
     ),
-    r"torchrun .* pretrain_hybrid\.py": "tests/megatron/runs/test_checkout.py::test_losses_are_those_of_one_rank",
-    r"cp-plugin dataset ": (
-        "tests/tools/test_dataset.py::test_the_command_prints_the_flags_and_the_description_has_them"
-    ),
+    r"torchrun .* pretrain_hybrid\.py": "megatron/runs/test_checkout.py::test_losses_are_those_of_one_rank",
+    r"cp-plugin dataset ": "tools/test_dataset.py::test_the_command_prints_the_flags_and_the_description_has_them",
     r"cp-plugin plan --reproduce all": (
-        "tests/planner/test_papers.py::test_the_command_prints_the_summary_last_and_says_whether_it_passes"
+        "planner/test_papers.py::test_the_command_prints_the_summary_last_and_says_whether_it_passes"
     ),
 }
-"""Pattern of a command -> the test that runs it or a smaller form of it."""
+"""Pattern of a command -> the test, below ``tests``, that runs it or a smaller form of it."""
 GATHER_Q = "gather_q"
 _FOREIGN = ("srun", "torchrun", "pip", "python", "sbatch")
 
@@ -99,21 +98,21 @@ def _megatron() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that the pages assume: a training script, a cluster profile, document lengths."""
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with the files that the pages assume: a training script, a cluster profile, document
+    lengths."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pretrain_gpt.py").write_text("raise SystemExit('a training script of Megatron-LM')\n")
     hardware.save(hardware.cluster("dgx-h100"), tmp_path / "mine.toml")
     (tmp_path / "lengths.txt").write_text("60000\n9000\n2000\n500\n")
-    return tmp_path
 
 
 @nightly
 @pytest.mark.parametrize("command", fenced(), ids=lambda command: command.text[:90])
-def test_in_a_block(command: Printed, here: Path, request: pytest.FixtureRequest) -> None:
+def test_in_a_block(command: Printed, request: pytest.FixtureRequest) -> None:
     if GATHER_Q in command.text:
         request.getfixturevalue("worked_example")
-    execute(command, here)
+    execute(command)
 
 
 def whole(command: Printed) -> bool:
@@ -127,11 +126,11 @@ FIRST = {command.words[1]: command for command in reversed(inline()) if whole(co
 
 
 @pytest.mark.parametrize("command", inline(), ids=lambda command: command.text[:90])
-def test_in_line(command: Printed, here: Path) -> None:
+def test_in_line(command: Printed) -> None:
     if not whole(command):
         check_mention(command)
     elif NIGHT or command == FIRST[command.words[1]]:
-        execute(command, here)
+        execute(command)
     else:
         check_arguments(command)
 
@@ -139,7 +138,7 @@ def test_in_line(command: Printed, here: Path) -> None:
 @pytest.mark.parametrize("pattern", COVERED)
 def test_the_tests_that_are_named_exist(pattern: str) -> None:
     path, _, name = COVERED[pattern].partition("::")
-    tree = ast.parse((ROOT / path).read_text())
+    tree = ast.parse((ROOT / "tests" / path).read_text())
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
@@ -152,7 +151,7 @@ def test_scripts_run_what_they_say() -> None:
         assert line in text
 
 
-def execute(command: Printed, here: Path) -> None:
+def execute(command: Printed) -> None:
     """Run a command; AssertionError if it fails or is unknown.
 
     ValueError for a training run whose flags are refused.
@@ -163,10 +162,10 @@ def execute(command: Printed, here: Path) -> None:
     if covered and command.words[0] == "cp-plugin":
         check_arguments(command)
     if known and not covered:
-        known(command, here)
+        known(command)
 
 
-def _cp_plugin(command: Printed, here: Path) -> None:
+def _cp_plugin(command: Printed) -> None:
     words = _with_flags(command.words[1:])
     for pattern, options in SMALLER.items():
         if re.match(pattern, command.text):
@@ -175,7 +174,7 @@ def _cp_plugin(command: Printed, here: Path) -> None:
     assert result.exit_code == 0, f"{command.page}: {command.text}\n{result.output}"
 
 
-def _torchrun(command: Printed, here: Path) -> None:
+def _torchrun(command: Printed) -> None:
     from torch.distributed.run import get_args_parser
 
     first = command.words.index("torchrun") + 1  # behind what is set in the environment
@@ -189,29 +188,25 @@ def _torchrun(command: Printed, here: Path) -> None:
         _module(parsed.training_script, parsed.training_script_args, devices)
 
 
-def _python(command: Printed, here: Path) -> None:
+def _python(command: Printed) -> None:
     _, _, module, *words = _with_flags([word for word in command.words if word != "srun"])
-    alone = 8 if command.words[0] == "srun" else 1
-    devices = int(words[words.index("--nproc") + 1]) if "--nproc" in words else alone
-    _module(module, words, devices)
+    nproc, _ = split_nproc(words)
+    _module(module, words, nproc or (8 if command.words[0] == "srun" else 1))
 
 
 def _module(module: str, words: list[str], devices: int) -> None:
     assert module in ("cp_plugin.run", "cp_plugin.pretrain_gpt"), module
-    if module == "cp_plugin.run":
-        _, words = run.split(words)
-    elif words[:1] == ["--nproc"]:
-        words = words[2:]
-    planned.question(words, devices)
+    _, flags = run.split(words) if module == "cp_plugin.run" else split_nproc(words)
+    planned.question(flags, devices)
 
 
-def _flags(command: Printed, here: Path) -> None:
+def _flags(command: Printed) -> None:
     planned.question([*TRAINING, "--cp-provider", "ring", *(word for word in command.words if word != "...")], 8)
 
 
-def _script(command: Printed, here: Path) -> None:
+def _script(command: Printed) -> None:
     """Run a Slurm script under bash with fake programs, and parse the flags of what it starts."""
-    stubs = here / "stubs"
+    stubs = Path("stubs")
     stubs.mkdir()
     for name, body in {
         "srun": 'exec "$@"',
@@ -221,26 +216,26 @@ def _script(command: Printed, here: Path) -> None:
         (stubs / name).write_text(f"#!/bin/bash\n{body}\n")
         (stubs / name).chmod(0o755)
     slurm = {"SLURM_JOB_NODELIST": "node[0-7]", "SLURM_JOB_NUM_NODES": "8", "SLURM_NODEID": "0"}
-    env = {**os.environ, **slurm, "PATH": f"{stubs}:{os.environ['PATH']}"}
-    (here / "train.sbatch").write_text(command.text)
-    subprocess.run(["bash", "-euo", "pipefail", "train.sbatch"], check=True, env=env, cwd=here)
-    started = (here / "started").read_text().split()
+    env = {**os.environ, **slurm, "PATH": f"{stubs.resolve()}:{os.environ['PATH']}"}
+    Path("train.sbatch").write_text(command.text)
+    subprocess.run(["bash", "-euo", "pipefail", "train.sbatch"], check=True, env=env)
+    started = Path("started").read_text().split()
     assert started[started.index("--master-addr") + 1] == "node0"
-    _torchrun(Printed(page=command.page, text=" ".join(started)), here)
+    _torchrun(Printed(page=command.page, text=" ".join(started)))
 
 
-def _pip(command: Printed, here: Path) -> None:
+def _pip(command: Printed) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    asked = re.findall(r"(?:cp-plugin|\.)\[([\w,]+)\]", command.text)
-    assert asked and set(asked[0].split(",")) <= set(extras), command.text
+    names = re.findall(r"(?:cp-plugin|\.)\[([\w,]+)\]", command.text)
+    assert names and set(names[0].split(",")) <= set(extras), command.text
 
 
-def _path_exists(command: Printed, here: Path) -> None:
-    found = [word for word in command.words if word.startswith(("tests/", "examples/", "docs/", "ci/"))]
-    assert all((ROOT / word.partition("::")[0]).exists() for word in found), command.text
+def _path_exists(command: Printed) -> None:
+    paths = [word for word in command.words if word.startswith(("tests/", "examples/", "docs/", "ci/"))]
+    assert all((ROOT / path.partition("::")[0]).exists() for path in paths), command.text
 
 
-HOW: dict[str, Callable[[Printed, Path], None]] = {
+HOW: dict[str, Callable[[Printed], None]] = {
     r"#!": _script,
     r"cp-plugin ": _cp_plugin,
     r"([A-Z_]+=\S+ )?torchrun ": _torchrun,
@@ -289,8 +284,8 @@ def _pairs(options: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def worked_example(here: Path) -> Iterator[None]:
+def worked_example(tmp_path: Path) -> Iterator[None]:
     """Installs the provider of the page on adding a method."""
     source = (ROOT / "docs" / "methods" / "gather_q.py").read_text()
-    with third_party.installed(here, GATHER_Q, source, providers.ENTRY_POINTS, gather_q="PROVIDER"):
+    with third_party.installed(tmp_path, GATHER_Q, source, providers.ENTRY_POINTS, gather_q="PROVIDER"):
         yield
