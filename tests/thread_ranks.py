@@ -19,50 +19,35 @@ from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.placement.documents import DOCUMENTS
 
 
-def run(cp: ContextParallel, problem: Case, *, recompute: bool = False) -> Result:
+def run(cp: ContextParallel, case: Case, *, recompute: bool = False) -> Result:
     """Forward and backward through autograd on this rank's shards; the whole result."""
-    cu_seqlens = torch.tensor(problem.documents, dtype=torch.int32) if problem.documents else None
-    if cu_seqlens is not None and cp.layout == DOCUMENTS:
-        cp = place_documents(cp, cu_seqlens)
-    q, k, v, dout = (cp.shard(x) for x in problem.inputs())
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    sink = problem.sinks()
-    if sink is not None:
+    if case.documents and cp.layout == DOCUMENTS:
+        cp = place_documents(cp, torch.tensor(case.documents, dtype=torch.int32))
+    *shards, dsink = on_shards(cp, case, recompute=recompute)
+    return Result(*map(cp.unshard, shards), dsink)
+
+
+def on_shards(cp: ContextParallel, case: Case, *, recompute: bool = False) -> Result:
+    """Forward and backward through autograd on this rank's shards; its shards of the result."""
+    *inputs, dout = (cp.shard(x) for x in case.inputs())
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    if (sink := case.sinks()) is not None:
         leaves.append(sink.requires_grad_())
-    asked = {"causal": problem.causal, "window": problem.window, "cu_seqlens": cu_seqlens, "sink": sink}
-    if problem.tree[0]:
-        asked["tree"] = Tree(*problem.tree)
-    if recompute:
-        out = checkpoint(Recomputed(partial(cp.attention, **asked)), *leaves[:3], use_reentrant=False)
-    else:
-        out = cp.attention(*leaves[:3], **asked)
-    assert out.dtype == problem.dtype
-    grads = torch.autograd.grad(out, leaves, dout)
-    return Result(*(cp.unshard(x.detach()) for x in (out, *grads[:3])), *grads[3:])
+    bounds = torch.tensor(case.documents, dtype=torch.int32) if case.documents else None
+    settings = {"causal": case.causal, "window": case.window, "cu_seqlens": bounds, "sink": sink}
+    if case.tree[0]:
+        settings["tree"] = Tree(*case.tree)
+    attend = partial(cp.attention, **settings)
+    out = checkpoint(Recomputed(attend), *leaves[:3], use_reentrant=False) if recompute else attend(*leaves[:3])
+    assert out.dtype == case.dtype
+    return Result(out.detach(), *torch.autograd.grad(out, leaves, dout))
 
 
-def on_shards(cp: ContextParallel, case: Case) -> Result:
-    """Forward and backward on this rank's shards, without a window, documents or a sink; its shards of the result."""
-    q, k, v, dout = (cp.shard(x) for x in case.inputs())
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = cp.attention(*leaves, causal=case.causal)
-    out.backward(dout)
-    return Result(out.detach(), *(x.grad for x in leaves))
-
-
-def typical(problem: Case, size: int) -> Problem:
-    return Problem(
-        size=size,
-        heads=problem.heads,
-        kv_heads=problem.kv_heads,
-        head_dim=problem.head_dim,
-        v_head_dim=problem.v_head_dim,
-        dtype=problem.dtype,
-        causal=problem.causal,
-        window=problem.window,
-        documents=bool(problem.documents or problem.tree[0]),
-        sink=problem.sink,
-    )
+def typical(case: Case, size: int) -> Problem:
+    """The call's problem, on so many ranks."""
+    same = ("heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "causal", "window", "sink")
+    documents = bool(case.documents or case.tree[0])
+    return Problem(size=size, documents=documents, **{name: getattr(case, name) for name in same})
 
 
 def on_threads(
