@@ -23,11 +23,11 @@ def run(cp: ContextParallel, case: Case, *, recompute: bool = False) -> Result:
     """Forward and backward through autograd on this rank's shards; the whole result."""
     if case.documents and cp.layout == DOCUMENTS:
         cp = place_documents(cp, torch.tensor(case.documents, dtype=torch.int32))
-    *shards, dsink = on_shards(cp, case, recompute=recompute)
+    *shards, dsink = run_on_shards(cp, case, recompute=recompute)
     return Result(*map(cp.unshard, shards), dsink)
 
 
-def on_shards(cp: ContextParallel, case: Case, *, recompute: bool = False) -> Result:
+def run_on_shards(cp: ContextParallel, case: Case, *, recompute: bool = False) -> Result:
     """Forward and backward through autograd on this rank's shards; its shards of the result."""
     *inputs, dout = (cp.shard(x) for x in case.inputs())
     leaves = [x.detach().requires_grad_() for x in inputs]
@@ -50,7 +50,7 @@ def typical(case: Case, size: int) -> Problem:
     return Problem(size=size, documents=documents, **{name: getattr(case, name) for name in same})
 
 
-def on_threads(
+def run_on_threads(
     provider: str,
     size: int,
     problem: Case,

@@ -17,7 +17,7 @@ from evidence.overlapped import OVERLAPPED
 from evidence.report import Aim, Predicted, aims
 from nightly import nightly
 from oracle import Case, assert_close
-from thread_ranks import on_threads
+from thread_ranks import run_on_threads
 from typer.testing import CliRunner
 
 from cp_plugin.planner.errors import KNOWN_ERROR, OWN, SECONDS
@@ -90,7 +90,7 @@ def test_reproduction_passes_if_all_aims_are_reached() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_overlapped_variant_computes_attention(size: int, causal: bool) -> None:
     case = Case(seq_length=8 * size, heads=2, kv_heads=2, causal=causal, batch=1)
-    for result in on_threads(OVERLAPPED, size, case, grid=(int(size**0.5),) * 2, layout="striped"):
+    for result in run_on_threads(OVERLAPPED, size, case, grid=(int(size**0.5),) * 2, layout="striped"):
         assert_close(result, case.reference(), 1e-10, size)
 
 

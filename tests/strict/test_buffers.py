@@ -11,7 +11,7 @@ from linear_cases import LinearCase, run_on_shards
 from method_cases import METHODS
 from oracle import Case, Result, errors, relative_error
 from test_mesh import with_any_strides
-from thread_ranks import on_shards, typical
+from thread_ranks import run_on_shards, typical
 
 from cp_plugin import ContextParallel
 from cp_plugin.engine.comm import Mesh
@@ -25,7 +25,7 @@ def compare(provider: str, size: int, case: Case, **options: Any) -> None:
 
     def rank(mesh: Mesh) -> float:
         cp = ContextParallel(provider, mesh=mesh, problem=typical(case, size), **options)
-        return max(errors(on_shards(cp, case), Result(*map(cp.shard, want[:4]))))
+        return max(errors(run_on_shards(cp, case), Result(*map(cp.shard, want[:4]))))
 
     assert max(run_with_data(rank, axes, extra)) < 1e-12
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from nightly import pairs_at_night
 from oracle import Case, Result
-from thread_ranks import on_threads, run
+from thread_ranks import run, run_on_threads
 from torch import Tensor
 
 from cp_plugin import ContextParallel
@@ -66,7 +66,7 @@ def test_as_on_one_device(backend: str, provider: str, fault: str, token: str) -
     sizes = {"seq_length": 64, "heads": 4, "kv_heads": 4, "causal": True, "batch": 1}
     case = Faulty(fault=fault, token=PLACES[token], **sizes)
     exact, single = attend_by_definition(case), run(ContextParallel("ring", backend=backend), case)
-    got = on_threads(provider, 4, case, backend=backend)[0]
+    got = run_on_threads(provider, 4, case, backend=backend)[0]
     assert not all(x.isfinite().all() for x in exact[:4])
     for name, g, e, s in zip(Result._fields[:4], got, exact, single, strict=False):
         hidden = ~e.isfinite() & ~s.isfinite() & g.isfinite()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from library_tiles import run
 from oracle import Case, Result, errors
-from thread_ranks import on_threads
+from thread_ranks import run_on_threads
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.engine.attention.recompute import Recomputed
@@ -106,7 +106,7 @@ def test_a_window_and_documents_in_tiles() -> None:
     case = Case(
         seq_length=96, heads=2, kv_heads=1, causal=True, dtype=torch.bfloat16, window=(20, 0), documents=(0, 40, 96)
     )
-    got = on_threads("striped", 2, case, fp8="compute", backend="float8")[0]
+    got = run_on_threads("striped", 2, case, fp8="compute", backend="float8")[0]
     assert all(e <= 2 * implied for e, implied in zip(errors(got, case.reference()), IMPLIED, strict=False))
 
 

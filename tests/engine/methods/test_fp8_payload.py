@@ -10,7 +10,7 @@ import pytest
 import torch
 from nightly import NIGHT
 from oracle import Case, Result, errors
-from thread_ranks import on_threads, run
+from thread_ranks import run, run_on_threads
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
@@ -151,14 +151,14 @@ def test_windows_documents_and_sinks(provider: str, mask: str) -> None:
     )
     want = problem.reference()
     allowed = [2 * e for e in errors(run(ContextParallel("ring"), in_transit), want)]
-    got = on_threads(provider, 4, problem, fp8="comm")
+    got = run_on_threads(provider, 4, problem, fp8="comm")
     summed = Result(*got[0][:4], None if not problem.sink else sum(r.dsink for r in got))
     worst = errors(summed, want)
     floors = [0.05, 0.05, 0.05, 0.05, 0.15]
     limits = [max(pair) for pair in zip(allowed, floors[: len(allowed)], strict=True)]
     assert all(e <= limit for e, limit in zip(worst, limits, strict=True)), (worst, limits)
     assert max(worst) > 1e-2
-    again = on_threads(provider, 4, problem, fp8="comm", recompute=True)
+    again = run_on_threads(provider, 4, problem, fp8="comm", recompute=True)
     for a, b in zip(got, again, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True) if x is not None)
 
@@ -177,7 +177,7 @@ def test_without_fp8() -> None:
         cp = ContextParallel("striped", mesh=mesh, fp8="comm")
         return run(cp.without_fp8(), problem), run(cp, problem)
 
-    plain = on_threads("striped", 4, problem)
+    plain = run_on_threads("striped", 4, problem)
     for before, (exact, fp8) in zip(plain, run_threads(rank, {"cp": 4}), strict=True):
         assert torch.equal(before.out, exact.out) and torch.equal(before.dk, exact.dk)
         assert not torch.equal(before.out, fp8.out)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from method_cases import METHODS, SETTINGS, predict
 from nightly import nightly, pairs_at_night
 from oracle import Case, Result, assert_close, errors, no_sums_in_half
-from thread_ranks import on_shards, on_threads, run, typical
+from thread_ranks import run_on_shards, run_on_threads, run, typical
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.engine.attention.calls import Setup, settled
@@ -71,7 +71,7 @@ def summed(ranks: list[Result]) -> list[Result]:
 def test_float64(provider: str, layout: str, mask: str, heads: str, size: int) -> None:
     problem = case(mask, heads, {6: 12, 16: 16}.get(size, 8))
     want = problem.reference()
-    for rank, got in enumerate(summed(on_threads(provider, size, problem, layout=layout))):
+    for rank, got in enumerate(summed(run_on_threads(provider, size, problem, layout=layout))):
         assert_close(got, want, 1e-10, (provider, layout, size, rank))
 
 
@@ -84,7 +84,7 @@ def test_settings(name: str, mask: str, heads: str, backend: str) -> None:
     provider, size, options = SETTINGS[name]
     problem = case(mask, heads, 12 if size == 6 else 8)
     want = problem.reference()
-    for rank, got in enumerate(summed(on_threads(provider, size, problem, backend=backend, **options))):
+    for rank, got in enumerate(summed(run_on_threads(provider, size, problem, backend=backend, **options))):
         assert_close(got, want, 1e-10, (name, rank))
 
 
@@ -99,7 +99,7 @@ def test_lower_precision(provider: str, layout: str, mask: str, dtype: torch.dty
     problem = case(mask, dtype=dtype)
     limits = Result(*(1e-5 if dtype == torch.float32 else 2 * e for e in _single(mask, dtype)))
     within = partial(no_sums_in_half, dtype)
-    got = summed(on_threads(provider, size, problem, layout=layout, within=within))[0]
+    got = summed(run_on_threads(provider, size, problem, layout=layout, within=within))[0]
     assert_close(got, problem.reference(), limits, (provider, layout, size))
 
 
@@ -117,7 +117,7 @@ def _single(mask: str, dtype: torch.dtype) -> list[float]:
 def test_a_grid_with_blocks_that_no_query_sees() -> None:
     """Documents end where shards do: a rank's gathered queries see none of its gathered keys."""
     problem = Case(seq_length=128, heads=8, kv_heads=2, causal=True, documents=(0, 32, 64, 96, 128))
-    for got in on_threads("attention2d", 4, problem, layout="contiguous", grid=(2, 2)):
+    for got in run_on_threads("attention2d", 4, problem, layout="contiguous", grid=(2, 2)):
         assert_close(got, problem.reference(), 1e-10, "2x2")
 
 
@@ -160,7 +160,7 @@ def run_processes(provider: str, size: int, problems: list[Case], **options: Any
 
     def attended(problem: Case, setup: Setup, want: Result) -> tuple[float, Formula]:
         cp = ContextParallel(setup, group=dist.group.WORLD)
-        got = on_shards(cp, problem)
+        got = run_on_shards(cp, problem)
         return max(errors(got, Result(*map(cp.shard, want[:4])))), read_ledger(cp.mesh)
 
     ranks = run_ranks(lambda: [attended(*one) for one in planned], size, init_process_group=True, timeout=300)
