@@ -54,7 +54,7 @@ COVERED = {
         "tools/test_quickstart.py::test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot"
     ),
     r"ci/\w+\.sh\b": "tools/test_printed_commands.py::test_scripts_run_what_they_say",
-    r"(ruff|lint-imports)\b": "tools/test_printed_commands.py::test_scripts_run_what_they_say",
+    r"(ruff|lint-imports|(pip install )?pre-commit)": "tools/test_printed_commands.py::test_scripts_run_what_they_say",
     r"mkdocs build\b": "docs/test_site.py::test_every_page_is_on_it",
     r"pip install (--dry-run )?\.$": "ci/test_container.py::test_nothing_of_the_image_is_replaced",
     r"(PYTHON=\S+ )?(bash|sbatch) ci/parity/\w+\.": "ci/test_parity_cases.py::test_planted_faults_fail",
@@ -149,6 +149,8 @@ def test_scripts_run_what_they_say() -> None:
     trainer = "ci/huggingface.sh tests/huggingface/test_trainer.py -k example"
     for line in ("ruff format --check .", "ruff check .", "lint-imports", 'pytest "$@"', trainer):
         assert line in text
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert all(f"/{line}" in hooks for line in ("ruff format", "ruff check", "lint-imports"))
 
 
 def execute(command: Printed) -> None:
