@@ -87,8 +87,8 @@ class Transformers:
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """This rank's share of the mean loss of a batch ``[b, s]``, which is the same on all ranks."""
-        given = {"input_ids": batch, "labels": batch} if self.cp is None else huggingface.shard(self.cp, batch)
-        return model(**given, use_cache=False).loss
+        inputs = {"input_ids": batch, "labels": batch} if self.cp is None else huggingface.shard(self.cp, batch)
+        return model(**inputs, use_cache=False).loss
 
 
 def train(args: argparse.Namespace, batches: Tensor, cp: ContextParallel | None) -> list[float]:

@@ -10,13 +10,11 @@ budget and sizes. One plot shows all loss curves; four ranks must reproduce the 
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 import runs
-from quickstart import CORPUS, HERE, train
+from quickstart import CORPUS, train
 from rich.console import Console
-from runs import Pair, TrainingError
+from runs import Pair
 
 from cp_plugin.tools.output import print_table
 
@@ -24,12 +22,7 @@ from cp_plugin.tools.output import print_table
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train linear, hybrid and softmax models, and compare CP 1 with CP 4.")
     parser.add_argument("--variant", default="basic", help="--cp-linear-attention of the linear layers (default basic)")
-    parser.add_argument("--ranks", type=int, default=4, help="context-parallel ranks (default 4)")
-    parser.add_argument("--iterations", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=HERE.parent / "out" / "hybrid")
-    chosen = parser.parse_args()
-    console = Console()
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    chosen, console = runs.parse(parser, "hybrid"), Console()
     data = runs.dataset(chosen.out / "stdlib", *CORPUS)
     linear = ["--cp-linear-attention", chosen.variant]
     models = {
@@ -37,26 +30,23 @@ def main() -> int:
         f"hybrid (LLLN, {chosen.variant})": ([*linear, "--cp-layer-pattern", "LLLN"],) * 2,
         "softmax (N)": ([], ["--cp-provider", "all_gather"]),
     }
-    found: dict[str, Pair] = {}
+    pairs: dict[str, Pair] = {}
     for name, (alone, divided) in models.items():
         console.print(name, style="bold")
-        mine = argparse.Namespace(**{**vars(chosen), "out": chosen.out / name.split()[0]})
-        mine.out.mkdir(exist_ok=True)
+        own = argparse.Namespace(**{**vars(chosen), "out": chosen.out / name.split()[0]})
+        own.out.mkdir(exist_ok=True)
         many = ["--context-parallel-size", str(chosen.ranks), *divided]
-        found[name] = train(mine, data, 1, alone), train(mine, data, chosen.ranks, many)
+        pairs[name] = train(own, data, 1, alone), train(own, data, chosen.ranks, many)
     rows = [
         ((name, f"{one[0].loss:.4f}", f"{one[-1].loss:.4f}", f"{runs.largest(one, many):.1e}"), "")
-        for name, (one, many) in found.items()
+        for name, (one, many) in pairs.items()
     ]
     print_table(console, "Models", ("model", "first loss", "last loss", "largest difference"), rows)
     picture = chosen.out / "losses.png"
-    runs.plot(picture, "Linear, hybrid and softmax layers in the same GPT, same budget", found, chosen.ranks)
+    runs.plot(picture, "Linear, hybrid and softmax layers in the same GPT, same budget", pairs, chosen.ranks)
     console.print(f"plot: {picture}", highlight=False, soft_wrap=True)
-    return runs.verdict(found, chosen.iterations, f"{len(found)} models on {chosen.ranks} ranks equal one rank")
+    return runs.verdict(pairs, chosen.iterations, f"{len(pairs)} models on {chosen.ranks} ranks equal one rank")
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except TrainingError as error:
-        sys.exit(f"FAIL: {error}")
+    runs.exit_with(main)

@@ -13,15 +13,11 @@ import argparse
 import json
 import pydoc_data.topics
 import shlex
-import sys
 from itertools import cycle, islice
 from pathlib import Path
 
 import runs
 from rich.console import Console
-from runs import TrainingError
-
-HERE = Path(__file__).resolve().parent
 
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 128 --ffn-hidden-size 320 --num-attention-heads 8
@@ -40,25 +36,21 @@ PARAGRAPHS = (1, 1, 2, 1, 3, 1, 1, 2, 1, 8)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small GPT on packed documents with CP 1 and with more.")
-    parser.add_argument("--ranks", type=int, default=4, help="context-parallel ranks (default 4)")
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=HERE.parent / "out" / "packed")
-    chosen = parser.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    chosen = runs.parse(parser, "packed", iterations=20)
     console = Console()
 
     data = [*corpus(chosen.out / "manual"), "--data-cache-path", str(chosen.out / "cache")]
     divided = ["--context-parallel-size", str(chosen.ranks)]
-    found = {
+    by_way = {
         way: runs.train(
             [*FLAGS, *data, *divided, *flags.split()], chosen.ranks, chosen.iterations, chosen.out / f"{way}.log"
         )
         for way, flags in WAYS.items()
     }
     one = runs.train([*FLAGS, *data], 1, chosen.iterations, chosen.out / "one.log")
-    runs.print_losses(console, one, found["placed"], ("CP 1", f"CP {chosen.ranks}"))
+    runs.print_losses(console, one, by_way["placed"], ("CP 1", f"CP {chosen.ranks}"))
     passed = f"packs placed on {chosen.ranks} ranks train as on one: {len(one)} losses"
-    return runs.verdict({way: (one, many) for way, many in found.items()}, chosen.iterations, passed)
+    return runs.verdict({way: (one, many) for way, many in by_way.items()}, chosen.iterations, passed)
 
 
 def corpus(prefix: Path) -> list[str]:
@@ -72,7 +64,4 @@ def corpus(prefix: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except TrainingError as error:
-        sys.exit(f"FAIL: {error}")
+    runs.exit_with(main)

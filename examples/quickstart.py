@@ -14,14 +14,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-import sys
-from pathlib import Path
 
 import runs
 from rich.console import Console
-from runs import Iteration, TrainingError
-
-HERE = Path(__file__).resolve().parent
+from runs import Iteration
 
 MODEL = shlex.split("""
     --num-layers 4 --hidden-size 256 --ffn-hidden-size 640 --num-attention-heads 8
@@ -43,14 +39,7 @@ def main() -> int:
         description="Train a small GPT on one rank and on several, and compare the losses."
     )
     parser.add_argument("--provider", metavar="NAME", default="striped", help="--cp-provider (default: striped)")
-    parser.add_argument("--ranks", metavar="N", type=int, default=4, help="context-parallel ranks (default: 4)")
-    parser.add_argument("--iterations", metavar="N", type=int, default=40, help="training steps (default: 40)")
-    out = HERE.parent / "out" / "quickstart"
-    parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=out, help="for data, logs and plot (default: %(default)s)"
-    )
-    chosen = parser.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    chosen = runs.parse(parser, "quickstart")
     console = Console()
 
     data = runs.dataset(chosen.out / "stdlib", *CORPUS)
@@ -79,7 +68,4 @@ def train(chosen: argparse.Namespace, data: list[str], ranks: int, flags: list[s
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except TrainingError as error:
-        sys.exit(f"FAIL: {error}")
+    runs.exit_with(main)

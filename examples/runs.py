@@ -6,12 +6,13 @@ gradients give equal losses.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,26 @@ class Iteration(NamedTuple):
 
 Pair = tuple[list[Iteration], list[Iteration]]
 """The iterations on one rank and on several."""
+
+
+def parse(parser: argparse.ArgumentParser, name: str, iterations: int = 40) -> argparse.Namespace:
+    """Parse the command line of an example with the flags that all have, and make its folder."""
+    number = {"metavar": "N", "type": int}
+    parser.add_argument("--ranks", **number, default=4, help="context-parallel ranks (default: %(default)s)")
+    parser.add_argument("--iterations", **number, default=iterations, help="training steps (default: %(default)s)")
+    out, use = Path(__file__).resolve().parents[1] / "out" / name, "for data, logs and plot (default: %(default)s)"
+    parser.add_argument("--out", metavar="DIR", type=Path, default=out, help=use)
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    return chosen
+
+
+def exit_with(main: Callable[[], int]) -> None:
+    """Exit with the status of an example, or the message of a training run that failed."""
+    try:
+        sys.exit(main())
+    except TrainingError as error:
+        sys.exit(f"FAIL: {error}")
 
 
 def dataset(prefix: Path, *words: object) -> list[str]:

@@ -33,8 +33,8 @@ def main() -> None:
 
     cp = cp_plugin.ContextParallel("striped", group=dist.group.WORLD)
     q, k, v = (cp.shard(x).requires_grad_() for x in whole)  # this rank's tokens
-    here = cp.positions(TOKENS)
-    out = cp.attention(rotate(q, here), rotate(k, here), v, causal=True)
+    own = cp.positions(TOKENS)
+    out = cp.attention(rotate(q, own), rotate(k, own), v, causal=True)
     out.square().sum().backward()
     sent = {phase: cp.mesh.ledger.bytes(phase=phase) for phase in ("forward", "backward")}
     got = [cp.unshard(x.detach()) for x in (out, q.grad, k.grad, v.grad)]
@@ -46,7 +46,7 @@ def main() -> None:
     out.square().sum().backward()
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(got, (out, q.grad, k.grad, v.grad), strict=True)]
     if cp.index == 0:
-        print(f"{cp.size} ranks on {device.type}, {TOKENS} tokens, {len(here)} on each; bytes sent by rank 0: {sent}")
+        print(f"{cp.size} ranks on {device.type}, {TOKENS} tokens, {len(own)} on each; bytes sent by rank 0: {sent}")
         print("relative error of output, dq, dk, dv: " + ", ".join(f"{error:.1e}" for error in errors))
     dist.destroy_process_group()
     assert max(errors) < 1e-5, f"not the attention of one device: {errors}"

@@ -39,7 +39,7 @@ def options(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def recipe(asked: argparse.Namespace) -> Any:
+def recipe(args: argparse.Namespace) -> Any:
     """Bridge's plain recipe for the model, its tokenizer and the examples."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.data.builders import GPTSFTDatasetConfig
@@ -49,27 +49,27 @@ def recipe(asked: argparse.Namespace) -> Any:
     from megatron.bridge.training.config import TokenizerConfig
 
     config = vanilla_gpt_pretrain_config()
-    config.model = AutoBridge.from_hf_pretrained(asked.model).to_megatron_provider(load_weights=False)
-    config.checkpoint.pretrained_checkpoint = asked.model
+    config.model = AutoBridge.from_hf_pretrained(args.model).to_megatron_provider(load_weights=False)
+    config.checkpoint.pretrained_checkpoint = args.model
     config.model.attention_dropout = 0.0
     config.model.calculate_per_token_loss, config.ddp.average_in_collective = True, False  # as with context parallelism
-    config.model.seq_length, config.model.context_parallel_size = asked.seq_length, asked.context_parallel_size
-    config.tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=asked.model)
+    config.model.seq_length, config.model.context_parallel_size = args.seq_length, args.context_parallel_size
+    config.tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=args.model)
     config.dataset = GPTSFTDatasetConfig(
-        seq_length=asked.seq_length,
-        dataset_root=asked.data,
-        enable_offline_packing=asked.packed,
-        offline_packing_specs=PackedSequenceSpecs(packed_sequence_size=asked.seq_length) if asked.packed else None,
+        seq_length=args.seq_length,
+        dataset_root=args.data,
+        enable_offline_packing=args.packed,
+        offline_packing_specs=PackedSequenceSpecs(packed_sequence_size=args.seq_length) if args.packed else None,
         dataset_kwargs={"pad_to_max_length": True},
         do_validation=False,
         do_test=False,
         num_workers=0,
     )
-    if asked.lora is not None:
-        config.peft = LoRA(dim=asked.lora, alpha=2 * asked.lora)
-    config.train.train_iters, config.train.micro_batch_size = asked.steps, 1
+    if args.lora is not None:
+        config.peft = LoRA(dim=args.lora, alpha=2 * args.lora)
+    config.train.train_iters, config.train.micro_batch_size = args.steps, 1
     config.validation.eval_iters = config.scheduler.lr_warmup_iters = 0
-    if asked.small:
+    if args.small:
         config.mixed_precision = None
         config.train.global_batch_size, config.logger.log_interval = 4, 1
         config.checkpoint.save = config.logger.tensorboard_dir = None
@@ -105,11 +105,11 @@ def train(words: list[str]) -> None:
     from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.gpt_step import forward_step
 
-    asked = options(words)
-    if asked.make is not None:
-        return make(asked.make)
-    config = recipe(asked)
-    nemo.apply(config, provider=asked.provider, grid=asked.grid, layout=asked.layout)
+    args = options(words)
+    if args.make is not None:
+        return make(args.make)
+    config = recipe(args)
+    nemo.apply(config, provider=args.provider, grid=args.grid, layout=args.layout)
     finetune(config, forward_step)
 
 

@@ -36,15 +36,15 @@ def options(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def recipe(asked: argparse.Namespace) -> Any:
+def recipe(args: argparse.Namespace) -> Any:
     """Bridge's recipe with the options, and without dropout, which providers do not shard over ranks."""
     from megatron.bridge.recipes.gpt import vanilla_gpt_pretrain_config
 
     config = vanilla_gpt_pretrain_config()
     config.model.attention_dropout = config.model.hidden_dropout = 0.0
     config.model.position_embedding_type = "rope"
-    config.model.context_parallel_size = asked.context_parallel_size
-    if asked.small:
+    config.model.context_parallel_size = args.context_parallel_size
+    if args.small:
         for name, value in SMALL.items():
             setattr(config.model, name, value)
         config.mixed_precision = None
@@ -54,11 +54,11 @@ def recipe(asked: argparse.Namespace) -> Any:
         config.validation.eval_iters = config.dataset.num_workers = 0
         config.dataset.persistent_workers = False
         config.scheduler.lr_warmup_iters = 0
-    if asked.seq_length is not None:
-        config.model.seq_length = asked.seq_length
+    if args.seq_length is not None:
+        config.model.seq_length = args.seq_length
     config.dataset.seq_length = config.model.seq_length
-    if asked.steps is not None:
-        config.train.train_iters = asked.steps
+    if args.steps is not None:
+        config.train.train_iters = args.steps
     return config
 
 
@@ -67,9 +67,9 @@ def train(words: list[str]) -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    asked = options(words)
-    config = recipe(asked)
-    nemo.apply(config, provider=asked.provider, grid=asked.grid, layout=asked.layout)
+    args = options(words)
+    config = recipe(args)
+    nemo.apply(config, provider=args.provider, grid=args.grid, layout=args.layout)
     pretrain(config, forward_step)
 
 

@@ -29,25 +29,25 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def executor(run: Any, asked: argparse.Namespace) -> Any:
+def executor(run: Any, args: argparse.Namespace) -> Any:
     """The executor: torchrun starts a rank per GPU."""
-    per_node = {"nodes": asked.nodes, "ntasks_per_node": asked.per_node, "launcher": "torchrun"}
-    if asked.account is None:
+    per_node = {"nodes": args.nodes, "ntasks_per_node": args.per_node, "launcher": "torchrun"}
+    if args.account is None:
         return run.LocalExecutor(**per_node)
     return run.SlurmExecutor(
         **per_node,
-        account=asked.account,
-        partition=asked.partition,
-        gpus_per_node=asked.per_node,
-        time=asked.time,
-        container_image=asked.image,
+        account=args.account,
+        partition=args.partition,
+        gpus_per_node=args.per_node,
+        time=args.time,
+        container_image=args.image,
         tunnel=run.LocalTunnel(job_dir=str(Path.cwd() / "nemo_run")),
     )
 
 
 def main() -> int:
     """Launch; return the exit status."""
-    asked = options()
+    args = options()
     try:
         import nemo_run as run
     except ModuleNotFoundError as error:
@@ -55,9 +55,9 @@ def main() -> int:
             raise
         print("error: this needs NeMo-Run: pip install nemo_run", file=sys.stderr)
         return 2
-    words = asked.words or ["--context-parallel-size", str(asked.nodes * asked.per_node), "--provider", "auto"]
+    words = args.words or ["--context-parallel-size", str(args.nodes * args.per_node), "--provider", "auto"]
     script = run.Script(path=str(SCRIPT), entrypoint="python", args=words)
-    run.run(script, executor=executor(run, asked), name="cp-plugin-pretrain", dryrun=asked.dry_run)
+    run.run(script, executor=executor(run, args), name="cp-plugin-pretrain", dryrun=args.dry_run)
     return 0
 
 

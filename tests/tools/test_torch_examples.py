@@ -61,7 +61,7 @@ def test_attention(launcher: tuple[str, ...] | None) -> None:
 
 
 def test_attention_with_wrong_positions_is_noticed(tmp_path: Path) -> None:
-    example = load(tmp_path, "torch_attention.py", "here = cp.positions(TOKENS)", "here = torch.arange(TOKENS // 4)")
+    example = load(tmp_path, "torch_attention.py", "own = cp.positions(TOKENS)", "own = torch.arange(TOKENS // 4)")
     with pytest.raises(RankError, match="not the attention of one device"):
         run_ranks(example["main"], 4)
 
