@@ -65,8 +65,8 @@ def states_table() -> str:
         sent = []
         for length in lengths:
             p = Problem(size=64, heads=32, kv_heads=32, seq_length=length, decay=decay, delta=delta)
-            found = providers.settle(name, p, Options(layout=layout))
-            ranks = (found.provider.traffic(p, found.options, i) for i in range(p.size))
+            settled = providers.settle(name, p, Options(layout=layout))
+            ranks = (settled.provider.traffic(p, settled.options, i) for i in range(p.size))
             sent.append(show_bytes(max(sum(formula.values()) for formula in ranks)))
         rows.append((name, layout, f"{decay}, delta rule" if delta else decay, *sent))
     return markdown.table(("method", "tokens", "decay", *(f"{n} tokens" for n in lengths)), rows)

@@ -36,9 +36,9 @@ def draw(path: Path) -> None:
 
 def share(ranks: int, kv_heads: int) -> float:
     """Bytes of ``attention2d`` on its best grid over a ring's, with 32 query heads."""
-    found = priced("attention2d", replace(typical(ranks, "MHA"), kv_heads=kv_heads)).ratio
-    assert found is not None
-    return found
+    ratio = priced("attention2d", replace(typical(ranks, "MHA"), kv_heads=kv_heads)).ratio
+    assert ratio is not None
+    return ratio
 
 
 def _draw_grid(axes: Axes) -> None:
@@ -55,18 +55,18 @@ def _draw_grid(axes: Axes) -> None:
 
 def _draw_pack(axes: Axes) -> None:
     """The keys that the queries of a pack may see: held by their rank, or fetched."""
-    found = record("needed", RANKS, seq_length=BOUNDS[-1], bounds=BOUNDS, layout="documents")
-    tokens, holders = found.seq_length, found.holders()
+    recording = record("needed", RANKS, seq_length=BOUNDS[-1], bounds=BOUNDS, layout="documents")
+    tokens, holders = recording.seq_length, recording.holders()
     axes.add_patch(box(0, 0, tokens, tokens, IDLE))
     for held, colour in ((True, _QUERIES), (False, _KEYS)):
         pairs = [
             (key, query, 1, 1)
             for query, rank in enumerate(holders)
-            for key in found.seen(query)
+            for key in recording.seen(query)
             if (holders[key] == rank) is held
         ]
         fill(axes, pairs, colour)
-    sent, every = sum(map(len, found.fetched())), (RANKS - 1) * tokens
+    sent, every = sum(map(len, recording.fetched())), (RANKS - 1) * tokens
     words = f"a rank fetches only keys\nthat its mask allows:\n{sent / every:.2f} of a ring's bytes"
     _frame(axes, tokens, f"{len(BOUNDS) - 1} documents, {RANKS} ranks", words)
 

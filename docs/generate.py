@@ -33,7 +33,7 @@ def filled(page: str) -> str:
     Raises:
         ValueError: for an unknown block.
     """
-    return _BLOCK.sub(lambda found: f"<!-- generated: {found[1]} -->\n{blocks.make(found[1])}\n<!-- end -->", page)
+    return _BLOCK.sub(lambda match: f"<!-- generated: {match[1]} -->\n{blocks.make(match[1])}\n<!-- end -->", page)
 
 
 def stale_pages() -> dict[str, str]:
@@ -52,10 +52,13 @@ def stale_drawings() -> tuple[list[str], str]:
     """
     missing = [name for name in blocks.DRAWINGS if not (_IMAGES / name).exists()]
     kept = {name: (_IMAGES / name).read_text() for name in blocks.DRAWINGS if name not in missing}
-    drew = {found[1] for text in kept.values() if (found := _DRAWN_WITH.search(text))}
+    drew = {match[1] for text in kept.values() if (match := _DRAWN_WITH.search(text))}
     if drew != {version("matplotlib")}:
-        here = version("matplotlib")
-        return missing, f"drawings not compared: drawn by matplotlib {', '.join(sorted(drew))}, installed is {here}"
+        installed = version("matplotlib")
+        return (
+            missing,
+            f"drawings not compared: drawn by matplotlib {', '.join(sorted(drew))}, installed is {installed}",
+        )
     with tempfile.TemporaryDirectory() as folder:
         for name in kept:
             Path(folder, name).parent.mkdir(exist_ok=True)

@@ -39,8 +39,8 @@ def memory_table() -> str:
         cells = []
         for problem in problems:
             try:
-                found = peaks(name, problem, Options(), index=problem.size - 1)
-                cells += [show_bytes(found.forward), show_bytes(found.backward)]
+                most = peaks(name, problem, Options(), index=problem.size - 1)
+                cells += [show_bytes(most.forward), show_bytes(most.backward)]
             except ValueError:
                 cells += ["cannot", "cannot"]
         own = settled(providers.get(name), problems[-1].with_transport(hosts=_HOSTS), Options())

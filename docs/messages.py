@@ -37,12 +37,12 @@ def pages() -> dict[str, str]:
     """Name of a page of the site -> its Markdown."""
     intro = "The message begins with `--cp-provider NAME does not support` unless it is a sentence of its own."
     others = [group for group in RULES if group != "all"]
-    found = {
+    texts = {
         "refused": ("Messages: what is refused", f"{intro}\n\n{rules_table('refuse', ('all',))}"),
         "refused-in-part": ("Messages: refused in some models and calls", rules_table("refuse", others)),
         "adjusted": ("Messages: adjusted, or warned about", f"{rules_table('adjust')}\n\n{rules_table('warn')}"),
     }
-    return {name: f"# {title}\n\n{text}\n" for name, (title, text) in found.items()}
+    return {name: f"# {title}\n\n{text}\n" for name, (title, text) in texts.items()}
 
 
 def _first_of(kind: str) -> Iterator[tuple[str, Rule]]:

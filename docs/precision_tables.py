@@ -44,13 +44,13 @@ class AsNccl(Over):
     """A mesh whose reduce-scatter sums as NCCL's ring does: from rank to rank, in the dtype that is sent."""
 
     def _reduce_scatter(self, axis: str, tensors: Tensors) -> Pending:
-        n, here = self.axes[axis], self.coordinates[axis]
+        n, own = self.axes[axis], self.coordinates[axis]
 
-        def around(t: Tensor) -> Tensor:
+        def add_around(t: Tensor) -> Tensor:
             parts = t.chunk(n)
-            return reduce(torch.add, (parts[(here + step) % n] for step in range(1, n + 1)))
+            return reduce(torch.add, (parts[(own + step) % n] for step in range(1, n + 1)))
 
-        return self._mesh._all_to_all(axis, tensors).then(around)
+        return self._mesh._all_to_all(axis, tensors).then(add_around)
 
 
 def problem_of(ranks: int, dtype: torch.dtype, kv_heads: int = 2) -> Problem:
@@ -58,7 +58,7 @@ def problem_of(ranks: int, dtype: torch.dtype, kv_heads: int = 2) -> Problem:
     return Problem(size=ranks, heads=4, kv_heads=kv_heads, head_dim=64, seq_length=1024, dtype=dtype)
 
 
-def of_provider(
+def provider_errors(
     ranks: int,
     dtype: torch.dtype,
     name: str,
@@ -77,13 +77,13 @@ def of_provider(
         return tuple(cp.unshard(x) for x in got)
 
     axes = providers.get(name).axes(ranks, Options(**options))
-    found = relative_errors(run_threads(rank, axes, patience=600)[0], case.want)
-    return {gradient: found[gradient] for gradient in GRADIENTS}
+    errors = relative_errors(run_threads(rank, axes, patience=600)[0], case.want)
+    return {gradient: errors[gradient] for gradient in GRADIENTS}
 
 
 def one_device(ranks: int, dtype: torch.dtype, kv_heads: int = 2) -> Errors:
     """Errors of one kernel call: a ring of one rank."""
-    return of_provider(1, dtype, "ring", kv_heads=kv_heads)
+    return provider_errors(1, dtype, "ring", kv_heads=kv_heads)
 
 
 def rows() -> Iterator[Row]:
@@ -95,7 +95,7 @@ def rows() -> Iterator[Row]:
         ("`all_gather`", "all_gather", {"head_groups": 1}),
         ("`attention2d`", "attention2d", {"head_groups": 1}),
     ):
-        errors: Callable[..., Errors] = partial(of_provider, name=name, **options)
+        errors: Callable[..., Errors] = partial(provider_errors, name=name, **options)
         yield Row(title, "float32", errors)
         yield Row(title, "model", partial(errors, gradient_dtype="model"))
         if "head_groups" in options:
@@ -108,8 +108,8 @@ def table() -> str:
     head = ["gradients of", "sums", *(f"{dtype_name(dtype)}, {n} ranks: dq, dk, dv" for dtype, n in columns)]
     lines = []
     for row in rows():
-        found = [row.errors(ranks, dtype).values() for dtype, ranks in columns]
-        lines.append((row.name, row.sums, *(", ".join(f"{100 * e:.2g} %" for e in errors) for errors in found)))
+        cells = [row.errors(ranks, dtype).values() for dtype, ranks in columns]
+        lines.append((row.name, row.sums, *(", ".join(f"{100 * e:.2g} %" for e in errors) for errors in cells)))
     return markdown.table(head, lines)
 
 

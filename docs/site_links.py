@@ -40,8 +40,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Mark long cells, and short words of code, which are not broken at their hyphens."""
 
-    def marked(found: re.Match[str]) -> str:
-        words = (f'<span class="short">{word}</span>' if len(word) <= _SHORT else word for word in found[1].split())
+    def marked(match: re.Match[str]) -> str:
+        words = (f'<span class="short">{word}</span>' if len(word) <= _SHORT else word for word in match[1].split())
         return f"<code>{' '.join(words)}</code>"
 
     return _CODE.sub(marked, _LONG_CELL.sub('<td class="long">', html))
@@ -56,8 +56,8 @@ def rewritten(markdown: str, page: str, repo_url: str | None) -> str:
     """
     source, pages = f"docs/{page}", {"cp_plugin/megatron/rules": "messages/refused.md"}
 
-    def replace(found: re.Match[str]) -> str:
-        text, target, anchor = found[1], found[2], found[3] or ""
+    def replace(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         if path in pages or (path.startswith("docs/") and not path.endswith(".py")):
             on_site = pages.get(path, path.removeprefix("docs/"))

@@ -86,9 +86,9 @@ def row(regime: Regime) -> tuple[str, ...]:
 
 def shapes(regime: Regime) -> tuple[str, ...]:
     """Of the table of each side's best shape."""
-    found = apart(regime)
-    providers = found.ours.provider, found.stock.provider
-    return regime.name, verdict(found.ratio, *providers), _shaped(found.ours), _shaped(found.stock)
+    best = apart(regime)
+    providers = best.ours.provider, best.stock.provider
+    return regime.name, verdict(best.ratio, *providers), _shaped(best.ours), _shaped(best.stock)
 
 
 def _shaped(priced: Priced) -> str:

@@ -50,7 +50,7 @@ _FENCE = re.compile(r"```.*?```", re.DOTALL)
 @pytest.mark.parametrize("name", [*providers.names(), "lasp2"])
 def test_every_method_has_a_complete_page(name: str) -> None:
     page = (METHODS / f"{name}.md").read_text()
-    blocks = [found[1] for found in re.finditer(r"<!-- generated: (.+?) -->", page)]
+    blocks = [match[1] for match in re.finditer(r"<!-- generated: (.+?) -->", page)]
     wanted = {f"{block} {name}" for block in ("flags", "lengths", "check")}
     if name != "lasp2":
         wanted |= {f"{block} {name}" for block in ("drawing", "ratios")}
@@ -137,12 +137,12 @@ def test_pages_can_be_read() -> None:
     def words(text: str) -> int:
         return sum(any(letter.isalnum() for letter in word) for word in text.split())
 
-    found = {page.relative_to(ROOT).as_posix(): words(page.read_text()) for page in pages()}
+    counts = {page.relative_to(ROOT).as_posix(): words(page.read_text()) for page in pages()}
     of_messages = {name: words(text) for name, text in messages.pages().items()}
-    long = {name: n for name, n in (found | of_messages).items() if n > OF_A_PAGE}
+    long = {name: n for name, n in (counts | of_messages).items() if n > OF_A_PAGE}
     assert not long, "split it, or move evidence into a record"
-    assert sum(found.values()) <= WORDS, sorted(found.items(), key=lambda item: -item[1])[:5]
-    assert found["README.md"] <= OF_THE_README, "more than two screens"
+    assert sum(counts.values()) <= WORDS, sorted(counts.items(), key=lambda item: -item[1])[:5]
+    assert counts["README.md"] <= OF_THE_README, "more than two screens"
 
 
 def block(what: str) -> str:
@@ -182,8 +182,8 @@ def test_the_example_methods_option_is_a_flag_everywhere(example: Provider) -> N
     with pytest.raises(ValueError, match=r"^--cp-q-groups 2 has no effect with --cp-provider ring: .* use gather_q$"):
         providers.settle("ring", Problem(size=2), Options(q_groups=2))
     assert dict(Entry.parse("gather_q:q_groups=2").options) == {"q_groups": 2}
-    found = candidates.candidates(Problem(size=2, heads=4, kv_heads=4))["gather_q"]
-    assert {one.flags.rpartition("--cp-q-groups ")[2] for one in candidates.variants(found[0])} >= {"1", "2", "4"}
+    offered = candidates.candidates(Problem(size=2, heads=4, kv_heads=4))["gather_q"]
+    assert {one.flags.rpartition("--cp-q-groups ")[2] for one in candidates.variants(offered[0])} >= {"1", "2", "4"}
 
     @provider_options()
     def command(*, options: Options) -> Options:

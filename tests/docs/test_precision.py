@@ -31,12 +31,12 @@ def shown() -> dict[tuple[str, str], dict[str, list[float]]]:
     start = next(i for i, line in enumerate(lines) if line.startswith("| gradients of"))
     head, _, *rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
     columns = [cell.strip() for cell in head.strip("|").split("|")]
-    found = {}
+    table = {}
     for line in rows:
         name, sums, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         figures = [[float(n.removesuffix(" %")) for n in cell.split(", ")] for cell in cells]
-        found[name, sums] = dict(zip(columns[2:], figures, strict=True))
-    return found
+        table[name, sums] = dict(zip(columns[2:], figures, strict=True))
+    return table
 
 
 @both
@@ -69,8 +69,8 @@ def test_nccl_adds_from_rank_to_rank_in_the_dtype_that_travels() -> None:
     parts = [torch.tensor([256.0, 0.0]), torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0])]
 
     def rank(mesh: Mesh) -> torch.Tensor:
-        mine = torch.cat([parts[mesh.index].bfloat16()] * 3)
-        return tables.AsNccl(mesh)._sum_and_scatter("a", (mine,)).wait()[0][0]
+        own = torch.cat([parts[mesh.index].bfloat16()] * 3)
+        return tables.AsNccl(mesh)._sum_and_scatter("a", (own,)).wait()[0][0]
 
     assert [x.item() for x in run_threads(rank, {"a": 3})] == [258.0, 256.0, 256.0]
     # rank 0's begins at rank 1 with 1 + 1; the others begin with, or come early to, 256, which 1 does not change
@@ -101,6 +101,6 @@ def test_what_the_table_allows_has_at_most_twice_the_error_of_one_device(
     ).with_transport(hosts=tuple(map(str, range(ranks))))
     assert providers.settle(name, like, Options(**options)).options.gradient_dtype == "model"
     alone = tables.one_device(1, torch.bfloat16, kv_heads=kv_heads)
-    got = tables.of_provider(ranks, torch.bfloat16, name, over=tables.AsNccl, kv_heads=kv_heads, **options, **MODEL)
+    got = tables.provider_errors(ranks, torch.bfloat16, name, over=tables.AsNccl, kv_heads=kv_heads, **options, **MODEL)
     for gradient, error in got.items():
         assert error <= 2 * alone[gradient], gradient

@@ -52,8 +52,8 @@ def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:
     """No script, style, font, picture or counter."""
     loads = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc="(https?:)?//|<link[^>]*\shref="(https?:)?//""")
     for page in site.rglob("*.html"):
-        found = [tag[0] for tag in loads.finditer(page.read_text()) if 'rel="canonical"' not in tag[0]]
-        assert found == [], page
+        loaded = [tag[0] for tag in loads.finditer(page.read_text()) if 'rel="canonical"' not in tag[0]]
+        assert loaded == [], page
     for style in site.rglob("*.css"):
         assert "url(http" not in style.read_text() and "@import" not in style.read_text(), style
 
