@@ -81,25 +81,25 @@ class Judge:
         exact = matrix.exact(case, device)
         if exact is not None:
             verdict.cost = cost(stock, self._runner.run(matrix.stock(exact, device)))
-            verdict.limit = at_least(verdict.limit, allowed(verdict.cost))
+            verdict.limit = raise_limit(verdict.limit, allowed(verdict.cost))
         verdict.plugin = gap(self._runner.once(matrix.plugin(case, device)), stock)
         verdict.result = "PASS" if verdict.plugin.fits(verdict.limit) else "FAIL"
         reason = matrix.no_upstream(case, device) or matrix.models[case.model].wrong
         notes = [f"upstream: {reason}"] if reason is not None else []
         pairs = zip(Gap._fields[:3], verdict.plugin[:3], verdict.limit[:3], strict=True)
-        notes += [f"{name} {found:.2e} off, allowed {limit:.2e}" for name, found, limit in pairs if not found <= limit]
+        notes += [f"{name} {value:.2e} off, allowed {limit:.2e}" for name, value, limit in pairs if not value <= limit]
         verdict.note = "; ".join(notes)
 
     def _upstream(self, case: Case) -> dict[str, Gap]:
         """Gaps of upstream's methods; raises for the first, which is the measure, and omits others that fail."""
-        stock, found = self._runner.run(self._matrix.stock(case, self._device)), {}
+        stock, gaps = self._runner.run(self._matrix.stock(case, self._device)), {}
         for name, training in self._matrix.upstream(case, self._device).items():
             try:
-                found[name] = gap(self._runner.run(training), stock)
+                gaps[name] = gap(self._runner.run(training), stock)
             except (Failed, ValueError):
-                if not found:
+                if not gaps:
                     raise
-        return found
+        return gaps
 
     def _seeds(self, case: Case) -> list[Gap]:
         """Upstream's gap with Megatron's seed and with each further one."""
@@ -115,7 +115,7 @@ def allowed(gap: Gap) -> Gap:
     return Gap(max(MARGIN * gap.loss, ROUNDING), max(MARGIN * gap.norm, ROUNDING), MARGIN * gap.grad)
 
 
-def at_least(limit: Gap, other: Gap) -> Gap:
+def raise_limit(limit: Gap, other: Gap) -> Gap:
     """The limit, with loss and norm raised to ``other``'s."""
     return limit._replace(loss=max(limit.loss, other.loss), norm=max(limit.norm, other.norm))
 
@@ -149,9 +149,9 @@ def _error(text: str) -> str:
     """The error: the last line of a traceback, or the crash of a process, with the place and what it printed last."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     errors = [line for line in lines if re.search("Error|^Fatal Python error", line.split(":", 1)[0])]
-    found = (errors or lines or ["no output"])[-1]
-    if not found.startswith("Fatal Python error"):
-        return found
-    after = lines[lines.index(found) :]
+    last = (errors or lines or ["no output"])[-1]
+    if not last.startswith("Fatal Python error"):
+        return last
+    after = lines[lines.index(last) :]
     more = (next((line for line in after if line.startswith(mark)), "") for mark in ("File ", LAST_OUTPUT))
-    return "; ".join((found, *filter(None, more)))
+    return "; ".join((last, *filter(None, more)))

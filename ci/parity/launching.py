@@ -44,7 +44,7 @@ class Runner:
 
     def once(self, training: Training) -> list[Record]:
         """The records of all ranks, not cached. Raises Failed."""
-        return self._forked(training) if self._launcher == "forked" else self._by(training)
+        return self._forked(training) if self._launcher == "forked" else self._launched(training)
 
     def run(self, training: Training) -> list[Record]:
         """The records of all ranks, cached. Raises Failed, again on later calls."""
@@ -53,15 +53,15 @@ class Runner:
                 self._known[training] = self.once(training)
             except Failed as failed:
                 self._known[training] = failed
-        found = self._known[training]
-        if isinstance(found, Failed):
-            raise found
-        return found
+        result = self._known[training]
+        if isinstance(result, Failed):
+            raise result
+        return result
 
     def _forked(self, training: Training) -> list[Record]:
         log = self._folder / f"logs/{_name(training)}.log"
         try:
-            found = run_ranks(sides.train, training.ranks, args=(training, self._script, log), timeout=TIMEOUT_S)
+            records = run_ranks(sides.train, training.ranks, args=(training, self._script, log), timeout=TIMEOUT_S)
         except RankError as error:
             text = error.traceback
             if error.exit_status < 0:  # a library that aborts says why on stderr, and there is no exception
@@ -73,9 +73,9 @@ class Runner:
             raise Failed(text) from None
         for rank in range(1, training.ranks):
             sides.output(log, rank).unlink(missing_ok=True)
-        return found
+        return records
 
-    def _by(self, training: Training) -> list[Record]:
+    def _launched(self, training: Training) -> list[Record]:
         folder, log = self._folder / f"records/{_name(training)}", self._folder / f"logs/{_name(training)}.log"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -117,15 +117,15 @@ class Matrix(_Strict):
     def cases(self, device: Device) -> list[Case]:
         """Every case of the device in the order of the file, without duplicates."""
         documents = {name for name, model in self.models.items() if model.documents}
-        found = dict.fromkeys(c for group in self.groups if device in group.devices for c in group.cases(documents))
+        cases = dict.fromkeys(c for group in self.groups if device in group.devices for c in group.cases(documents))
         if device == "cuda":  # Transformer Engine's attention with context parallelism takes no float32
-            found = dict.fromkeys(case.model_copy(update={"precision": "bfloat16"}) for case in found)
-        return list(found)
+            cases = dict.fromkeys(case.model_copy(update={"precision": "bfloat16"}) for case in cases)
+        return list(cases)
 
     def chosen(self, device: Device, patterns: tuple[str, ...]) -> list[Case]:
         """The cases whose names match. Raises ValueError with similar names for a pattern without a match."""
         known = {case.name: case for case in self.cases(device)}
-        found: dict[str, Case] = {}
+        selected: dict[str, Case] = {}
         for pattern in patterns:
             literal = pattern.replace("[", "[[]")  # brackets enclose options and are no pattern
             matching = {name: case for name, case in known.items() if fnmatchcase(name, literal)}
@@ -133,8 +133,8 @@ class Matrix(_Strict):
                 near = difflib.get_close_matches(pattern, known, 3, 0.4)
                 hint = f"did you mean {', '.join(near)}?" if near else "--list shows all"
                 raise ValueError(f"--case {pattern}: no case has that name; {hint}")
-            found |= matching
-        return list(found.values())
+            selected |= matching
+        return list(selected.values())
 
     def refusal(self, case: Case) -> str | None:
         """Part of the plugin's refusal, or None if it must train."""

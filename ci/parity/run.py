@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import launching
 import sides
@@ -28,8 +28,9 @@ from judging import Judge, Verdict
 from matrix import Case, Device, Matrix, load
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from training import Gap
+
+from cp_plugin.tools.output import print_lines, print_table, print_verdict
 
 COLUMNS = ("case", "", "loss", "gradient norm", "gradients", "result")
 STYLES = {"PASS": "green", "REFUSED": "cyan", "FAIL": "bold red"}
@@ -103,38 +104,30 @@ def _chosen(matrix: Matrix, device: Device, everything: bool, patterns: list[str
 
 
 def _report(verdicts: Sequence[Verdict], facts: Sequence[str], device: Device, out: Path) -> None:
-    table = Table(*COLUMNS, title=f"Plugin beside upstream, each against one rank, on {device}", caption=LEGEND)
+    rows = []
     for verdict in verdicts:
         name = verdict.case.name
         for which, gap in verdict.upstream.items():
-            table.add_row(name, which, *_numbers(gap), "", style="dim")
+            rows.append(((name, which, *_numbers(gap)), "dim"))
             name = ""
         mark = "plugin" + (" *" if verdict.measured_by else "") + ("+" if verdict.cost is not None else "")
         cells = (name, mark, *_numbers(verdict.plugin, verdict.limit), verdict.result)
-        table.add_row(*cells, style=STYLES[verdict.result])
-    console.print(table)
-    for line in (*_notes(verdicts), *facts):
-        console.print(line, markup=False, highlight=False)
+        rows.append((cells, STYLES[verdict.result]))
+    print_table(console, f"Plugin beside upstream, each against one rank, on {device}", COLUMNS, rows)
+    print_lines(console, LEGEND, *_notes(verdicts), *facts, f"report: {out / 'parity.json'}")
     write_json(verdicts, facts, out / "parity.json")
     counts = {result: sum(v.result == result for v in verdicts) for result in STYLES}
-    good = not counts["FAIL"]
     summary = f"{counts['PASS']} within twice upstream's gap, {counts['REFUSED']} refused as documented"
-    console.print(f"report: {out / 'parity.json'}")
-    console.print(
-        f"PASS: {summary}" if good else f"FAIL: {counts['FAIL']} of {len(verdicts)}; {summary}",
-        style="bold green" if good else "bold red",
-    )
+    failed = f"{counts['FAIL']} of {len(verdicts)}; " if counts["FAIL"] else ""
+    print_verdict(not failed, failed + summary, console)
 
 
 def _numbers(gap: Gap | None, limit: Gap | None = None) -> tuple[str, ...]:
     """With the share of the limit, if there is one."""
     if gap is None:
         return "", "", ""
-    if limit is None:
-        return tuple(f"{x:.1e}" for x in gap[:3])
-    return tuple(
-        f"{x:.1e} ({x / most:.0%})" if most else f"{x:.1e}" for x, most in zip(gap[:3], limit[:3], strict=True)
-    )
+    pairs = zip(gap[:3], (0, 0, 0) if limit is None else limit[:3], strict=True)
+    return tuple(f"{x:.1e} ({x / most:.0%})" if most else f"{x:.1e}" for x, most in pairs)
 
 
 def _notes(verdicts: Sequence[Verdict]) -> list[str]:
@@ -150,16 +143,17 @@ def _notes(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def write_json(verdicts: Sequence[Verdict], facts: Sequence[str], file: Path) -> None:
-    def named(gap: Gap | None) -> dict[str, object] | None:
-        return None if gap is None else gap._asdict()
+    cases = [_as_json(asdict(verdict) | {"case": verdict.case.name}) for verdict in verdicts]
+    file.write_text(json.dumps({"facts": list(facts), "cases": cases}, indent=1) + "\n")
 
-    found = []
-    for verdict in verdicts:
-        entry = asdict(verdict) | {"case": verdict.case.name}
-        entry |= {name: named(getattr(verdict, name)) for name in ("plugin", "cost", "limit")}
-        entry["upstream"] = {name: named(gap) for name, gap in verdict.upstream.items()}
-        found.append(entry | {"seeds": [named(gap) for gap in verdict.seeds]})
-    file.write_text(json.dumps({"facts": list(facts), "cases": found}, indent=1) + "\n")
+
+def _as_json(value: Any) -> Any:
+    """The same with each gap as a dictionary."""
+    if isinstance(value, Gap):
+        return value._asdict()
+    if isinstance(value, dict):
+        return {name: _as_json(part) for name, part in value.items()}
+    return [_as_json(part) for part in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -85,11 +85,13 @@ def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     done = in_a_fork(parity)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAIL: 2 of 3" in done.stdout
-    found = {case["case"].split("/")[2]: case for case in json.loads((tmp_path / "parity.json").read_text())["cases"]}
-    assert [case["result"] for case in found.values()] == ["PASS", "FAIL", "FAIL"], done.stdout
+    cases_by_provider = {
+        case["case"].split("/")[2]: case for case in json.loads((tmp_path / "parity.json").read_text())["cases"]
+    }
+    assert [case["result"] for case in cases_by_provider.values()] == ["PASS", "FAIL", "FAIL"], done.stdout
     for name, by in FOUND_BY.items():
-        assert found[name]["plugin"][by] > 100 * found[name]["limit"][by]
-    assert list(found["ring"]["upstream"]) == ["PyTorch's ring"]
+        assert cases_by_provider[name]["plugin"][by] > 100 * cases_by_provider[name]["limit"][by]
+    assert list(cases_by_provider["ring"]["upstream"]) == ["PyTorch's ring"]
 
 
 class Canned:
@@ -146,17 +148,17 @@ def test_loss_and_norm_may_differ_by_the_largest_of_upstreams_seeds_and_gradient
 
 
 def test_where_upstream_cannot_loss_and_norm_may_differ_by_twice_what_bfloat16_costs_the_model() -> None:
-    def found(name: str, rounding: float = 9e-6) -> Any:
+    def verdict(name: str, rounding: float = 9e-6) -> Any:
         return judged(Canned(2.2e-6, rounding=rounding), name)
 
-    cheap, costly = (found("packed/cp2/ring/causal/bfloat16", rounding) for rounding in (0.5e-6, 9e-6))
+    cheap, costly = (verdict("packed/cp2/ring/causal/bfloat16", rounding) for rounding in (0.5e-6, 9e-6))
     assert costly.limit.loss == pytest.approx(2 * costly.cost.loss) == pytest.approx(9 * cheap.limit.loss)
     assert cheap.limit.loss == pytest.approx(2 * 1.25e-6) and "loss 2.75e-06 off, allowed 2.50e-06" in cheap.note
     assert costly.limit.grad == pytest.approx(cheap.limit.grad, rel=1e-4)
     assert costly.result == "FAIL" and "grad" in costly.note and "loss" not in costly.note
     for name in ("packed/cp2/ring/causal/float32", "dense/cp2/ring/causal/bfloat16"):
-        assert found(name).cost is None and "loss" in found(name).note
-    assert found("packed/cp2/ring/causal/bfloat16", float("nan")).result == "FAIL"
+        assert verdict(name).cost is None and "loss" in verdict(name).note
+    assert verdict("packed/cp2/ring/causal/bfloat16", float("nan")).result == "FAIL"
 
 
 def test_what_is_to_be_refused_must_be_and_nothing_else() -> None:
