@@ -59,7 +59,7 @@ def uses(files: set[str]) -> dict[str, set[str]]:
             modules[module].add(file)
             if not module.startswith("cp_"):
                 modules[module.rpartition(".")[2]].add(file)  # its folder is on the importer's path
-    found: dict[str, set[str]] = {}
+    named: dict[str, set[str]] = {}
     for file in files:
         if file.endswith(".py"):
             source = (ROOT / file).read_text()
@@ -67,11 +67,11 @@ def uses(files: set[str]) -> dict[str, set[str]]:
             strings = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
             names = {name for name in imported(nodes) if name.startswith("cp_") or not package}
             names |= {name for string in strings for name in MODULE.findall(string)}
-            found[file] = {used for name in names for used in modules.get(name, ())}
-            found[file] |= {used for string in strings if not package for used in paths.get(string, ())}
+            named[file] = {used for name in names for used in modules.get(name, ())}
+            named[file] |= {used for string in strings if not package for used in paths.get(string, ())}
             beside = folders[file.rpartition("/")[0]]
-            found[file] |= {other for other in beside if not other.endswith(".py") or "iter_modules" in source}
-    return found
+            named[file] |= {other for other in beside if not other.endswith(".py") or "iter_modules" in source}
+    return named
 
 
 def touched(changed: set[str], used: dict[str, set[str]]) -> set[str]:

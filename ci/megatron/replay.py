@@ -105,20 +105,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="every N-th of them (default: all)")
     parser.add_argument("--train", action="store_true", help="also train two steps, and compare them with one rank")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "replay.json", help="default: out/replay.json")
-    given = parser.parse_args(argv)
-    if bool(given.since) == bool(given.commits):
+    args = parser.parse_args(argv)
+    if bool(args.since) == bool(args.commits):
         parser.error("give --since DATE, or names of commits, and not both")
-    commits = chosen(given.repo, given.since, given.every, given.commits)
-    known: dict[str, Entry] = json.loads(given.out.read_text())["commits"] if given.out.exists() else {}
-    kinds = ("start", "train") if given.train else ("start",)
+    commits = chosen(args.repo, args.since, args.every, args.commits)
+    known: dict[str, Entry] = json.loads(args.out.read_text())["commits"] if args.out.exists() else {}
+    kinds = ("start", "train") if args.train else ("start",)
     left = [commit for commit in commits if not known.get(commit, {}).keys() >= {*kinds}]
-    print(f"{len(commits)} commits, {len(commits) - len(left)} of them in {given.out}", flush=True)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{len(commits)} commits, {len(commits) - len(left)} of them in {args.out}", flush=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     for number, commit in enumerate(left, 1):
-        entry = known[commit] = known.get(commit, {}) | {"name": commits[commit]} | examine(given.repo, commit, kinds)
-        part = given.out.with_name(f"{given.out.name}.part")
+        entry = known[commit] = known.get(commit, {}) | {"name": commits[commit]} | examine(args.repo, commit, kinds)
+        part = args.out.with_name(f"{args.out.name}.part")
         part.write_text(json.dumps({"commits": known}, indent=1) + "\n")
-        part.replace(given.out)
+        part.replace(args.out)
         states = [f"{kind} {name}: {shown(result)}" for kind in kinds for name, result in entry[kind].items()]
         print(
             f"[{number}/{len(left)}] {commit[:10]} {entry['date']} {entry['version']}: {', '.join(states)}", flush=True
@@ -167,10 +167,10 @@ def examine(repo: Path, commit: str, kinds: Sequence[str]) -> Entry:
             if not case.known_to(tree):
                 continue
             kind = "train" if "train" in kinds and case.trained else "start"
-            found = entry[kind][name] = run(tree, name, kind)
+            result = entry[kind][name] = run(tree, name, kind)
             if kind == "train":
-                starts = found["state"] in ("passed", "differs")
-                entry["start"][name] = {"state": "passed", "message": ""} if starts else found
+                starts = result["state"] in ("passed", "differs")
+                entry["start"][name] = {"state": "passed", "message": ""} if starts else result
         entry["broken"] = {row["symbol"]: row["broken"] for row in contracts(tree) if row["state"] == "broken"}
     return entry
 
@@ -186,11 +186,11 @@ def run(tree: Path, name: str, kind: str) -> Result:
             command, env=world, capture_output=True, text=True, errors="replace", timeout=3 * TIMEOUT_S
         )
         printed, failure = (text.strip().splitlines() or [""] for text in (ended.stdout, ended.stderr))
-        found = {"state": "failed", "message": failure[-1] or f"exit status {ended.returncode}"}
-        found = json.loads(printed[-1]) if printed[-1].startswith("{") else found
+        result = {"state": "failed", "message": failure[-1] or f"exit status {ended.returncode}"}
+        result = json.loads(printed[-1]) if printed[-1].startswith("{") else result
     except subprocess.TimeoutExpired:
-        found = {"state": "failed", "message": f"no result after {3 * TIMEOUT_S:.0f} s"}
-    return found | {"seconds": round(time.monotonic() - begin, 3)}
+        result = {"state": "failed", "message": f"no result after {3 * TIMEOUT_S:.0f} s"}
+    return result | {"seconds": round(time.monotonic() - begin, 3)}
 
 
 def contracts(tree: Path) -> list[dict[str, str]]:
@@ -281,8 +281,8 @@ def train_case(tree: Path, name: str, kind: str) -> Result:
 
 def ended_by(report: str) -> Result:
     """What a report that ends with an exception, as a traceback does, says of a case."""
-    found = list(re.finditer(r"^[\w.]+(?:Error|Exception): ", report, re.MULTILINE))
-    message = report[found[-1].start() :].rstrip() if found else report.strip()
+    errors = list(re.finditer(r"^[\w.]+(?:Error|Exception): ", report, re.MULTILINE))
+    message = report[errors[-1].start() :].rstrip() if errors else report.strip()
     state = next((state for state, pattern in ENDS.items() if re.match(pattern, message, re.DOTALL)), "failed")
     return {"state": state, "message": message.removeprefix("ValueError: ")}
 

@@ -21,9 +21,9 @@ FLAGS = f"{MODEL} {DATA} {SGD} --train-iters 3 --cp-device cpu"
 CLOSE = 2e-6  # precision of six printed digits
 
 
-def main(given: list[str]) -> int:
-    """given: versions of unpacked wheels, or directories of checkouts."""
-    for name in given:
+def main(names: list[str]) -> int:
+    """names: versions of unpacked wheels, or directories of checkouts."""
+    for name in names:
         source = Path(name) if Path(name).is_dir() else ROOT / ".venv" / "megatron" / name
         with tempfile.TemporaryDirectory() as folder:
             try_version(source, Path(folder))

@@ -58,8 +58,8 @@ class Mutant(NamedTuple):
 
     def planted_in(self, source: str) -> str:
         """The source with the bug; ValueError if the text does not occur exactly once."""
-        if (found := source.count(self.old)) != 1:
-            raise ValueError(f"{self.name}: its text is in {self.file} {found} times, and must be there once")
+        if (times := source.count(self.old)) != 1:
+            raise ValueError(f"{self.name}: its text is in {self.file} {times} times, and must be there once")
         return source.replace(self.old, self.new)
 
 
@@ -175,12 +175,12 @@ def judge(mutant: Mutant, tree: Path, limit: float) -> Outcome:
 
 def run(mutants: list[Mutant], trees: list[Path], limit: float) -> list[Outcome]:
     """Judge the mutants, one at a time in each tree, and print a line for each as it ends."""
-    outcomes, here, left = list[Outcome](), threading.local(), list(trees)
+    outcomes, own, left = list[Outcome](), threading.local(), list(trees)
     width = max(len(mutant.name) for mutant in mutants)
-    with ThreadPoolExecutor(len(trees), initializer=lambda: vars(here).update(tree=left.pop())) as pool:
-        for done in as_completed([pool.submit(lambda m: judge(m, here.tree, limit), mutant) for mutant in mutants]):
-            name, verdict, seconds, by = found = done.result()
-            outcomes.append(found)
+    with ThreadPoolExecutor(len(trees), initializer=lambda: vars(own).update(tree=left.pop())) as pool:
+        for done in as_completed([pool.submit(lambda m: judge(m, own.tree, limit), mutant) for mutant in mutants]):
+            name, verdict, seconds, by = outcome = done.result()
+            outcomes.append(outcome)
             number = f"{len(outcomes)}/{len(mutants)}"
             print(f"{number:>7}  {verdict:8} {seconds:6.1f} s  {name:{width}}  {by}", flush=True)
     return outcomes
