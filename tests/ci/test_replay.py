@@ -83,10 +83,6 @@ def git(folder: Path, *words: str, date: str = "2026-03-01") -> str:
     return done.stdout.strip()
 
 
-def main(replay: ModuleType, repo: Path, *words: str) -> int:
-    return replay.main(["--repo", str(repo), *words])
-
-
 def trained(replay: ModuleType, monkeypatch: pytest.MonkeyPatch, **states: str) -> list[tuple[str, str, str]]:
     """Stand in for the processes; returns (version, case, kind) of each as they run. states: case -> not passed."""
     ran: list[tuple[str, str, str]] = []
@@ -111,8 +107,8 @@ def test_every_second_commit_of_the_first_parents_is_started_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ran, out = trained(replay, monkeypatch, hybrid="refused"), tmp_path / "new" / "replay.json"
-    words = ("--since", "2026-02-01", "--every", "2", "--out", str(out))
-    assert main(replay, repo, *words) == 0
+    words = ("--repo", str(repo), "--since", "2026-02-01", "--every", "2", "--out", str(out))
+    assert replay.main(words) == 0
     old, new = ["gpt", "moe"], ["gpt", "packed", "moe", "hybrid", "delta net"]
     assert ran == [("0.18.0", name, "start") for name in old] + [("0.19.0", name, "start") for name in new]
     written = json.loads(out.read_text())["commits"]
@@ -125,10 +121,10 @@ def test_every_second_commit_of_the_first_parents_is_started_once(
     newest = git(repo, "rev-parse", "HEAD")
     assert f"why hybrid did not\n    {newest[:10]} (hybrid)" in told
 
-    assert main(replay, repo, *words) == 0 and len(ran) == len(old) + len(new), "all are known"
+    assert replay.main(words) == 0 and len(ran) == len(old) + len(new), "all are known"
     ran = trained(replay, monkeypatch, packed="differs", hybrid="refused")
     capsys.readouterr()
-    assert main(replay, repo, *words, "--train") == 0
+    assert replay.main([*words, "--train"]) == 0
     assert ("0.19.0", "packed", "train") in ran and ("0.19.0", "gpt", "train") not in ran
     told = capsys.readouterr().out
     assert "packed: 1 of 1 start" in told and "packed, trained: 0 of 1 as one rank" in told
@@ -148,13 +144,13 @@ REPORTS = {
 
 @pytest.mark.parametrize("report", REPORTS)
 def test_refusals_of_the_plugin_are_told_from_failures(replay: ModuleType, report: str) -> None:
-    found, (state, message) = replay.ended_by(report), REPORTS[report]
-    assert found == {"state": state, "message": message or report}
+    result, (state, message) = replay.ended_by(report), REPORTS[report]
+    assert result == {"state": state, "message": message or report}
 
 
 def test_the_page_counts_the_commits_of_the_record() -> None:
-    found = json.loads((FOLDER / "replayed.json").read_text())["commits"].values()
-    supported = [one for one in found if megatron_supported(one["version"])]
+    entries = json.loads((FOLDER / "replayed.json").read_text())["commits"].values()
+    supported = [one for one in entries if megatron_supported(one["version"])]
     text = (FOLDER.parents[1] / "docs" / "versions.md").read_text().partition("| | dates | commits |")[2]
     assert sum(int(n) for n in re.findall(r"^\|(?:[^|]+\|){2} (\d+) \|", text, re.MULTILINE)) == len(supported)
     failed = [
@@ -184,9 +180,9 @@ BY_PLACE = "    output = output * torch.arange(output.size(1))\n"
 )
 def test_a_planted_break_is_found(replay: ModuleType, tmp_path: Path, planted: str, kind: str, state: str) -> None:
     """In a script that trains the installed Megatron."""
-    found = find_spec("megatron.core")
-    assert found is not None and found.origin is not None
-    (tmp_path / "megatron").symlink_to(Path(found.origin).parents[1])
+    spec = find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    (tmp_path / "megatron").symlink_to(Path(spec.origin).parents[1])
     end = "    return output, partial("
     text = (FOLDER / "stock_gpt.py").read_text()
     assert text.count(end) == 1

@@ -28,11 +28,6 @@ COMMANDS: dict[str, Any] = {name: command.load() for name, command in PROGRAM.co
 EVERY = [(name, param) for name, command in COMMANDS.items() for param in command.params]
 
 
-def run(*words: str) -> tuple[int, str, str]:
-    result = cp_plugin(*words)
-    return result.exit_code, result.stdout, result.stderr
-
-
 def kind(param: Any) -> type:
     """What a value is read as."""
     annotation = param.type_descriptor.annotation
@@ -48,12 +43,10 @@ def test_a_parameter_has_a_help_text(command: str, param: Any) -> None:
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 @pytest.mark.parametrize("command", [*COMMANDS, ""])
 def test_the_help_fits(command: str, flag: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", width)  # read once, when the module is imported
-    status, text, _ = run(*filter(None, [command]), flag)
-    assert status == 0 and f"Usage: cp-plugin {command}".strip() in text
-    assert max(map(len, text.splitlines())) <= width and "…" not in text
-    assert "``" not in text
+    shown = cp_plugin(*filter(None, [command]), flag, columns=width)
+    assert shown.exit_code == 0 and f"Usage: cp-plugin {command}".strip() in shown.stdout
+    assert max(map(len, shown.stdout.splitlines())) <= width and not re.search("…|``", shown.stdout)
 
 
 def test_completion_is_typers() -> None:
@@ -100,15 +93,16 @@ def test_errors_of_usage_look_like_all_others(command: str) -> None:
         option = first.opts[0][0] == "-"
         cases.append(([], f"Missing option '{first.opts[0]}'." if option else f"Missing argument '{first.name}'."))
     for words, message in cases:
-        status, out, err = run(command, *words)
-        assert (status, out) == (2, ""), (words, out, err)
-        assert err.startswith(f"error: {message}") and err.count("\n") == 1 and not set(err) & set("╭│`"), (words, err)
+        done = cp_plugin(command, *words)
+        assert (done.exit_code, done.stdout) == (2, ""), (words, done.output)
+        assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, (words, done.stderr)
+        assert not set(done.stderr) & set("╭│`"), (words, done.stderr)
 
 
 def test_an_unknown_command() -> None:
-    status, _, err = run("verfy")
-    said = "error: No such command 'verfy'. Did you mean 'verify'?"
-    assert (status, err.count("\n")) == (2, 1) and err.startswith(said)
+    done = cp_plugin("verfy")
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: No such command 'verfy'. Did you mean 'verify'?")
 
 
 def test_a_hint_helps() -> None:
