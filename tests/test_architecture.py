@@ -12,6 +12,7 @@ from graphlib import TopologicalSorter
 
 import grimp
 import pytest
+from changed import imported
 from package_sources import PACKAGE, SOURCES
 
 KERNELS = PACKAGE.parent / "kernels" / "cp_kernels"
@@ -20,20 +21,14 @@ KERNELS = PACKAGE.parent / "kernels" / "cp_kernels"
 @cache
 def imports(source: str) -> set[str]:
     """The modules, and the names in them, that a source file imports anywhere."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return set(imported(ast.walk(ast.parse(source))))
 
 
 def importers(module: str) -> set[str]:
     return {
         name
         for name, source in SOURCES.items()
-        if any(found == module or found.startswith(f"{module}.") for found in imports(source))
+        if any(used == module or used.startswith(f"{module}.") for used in imports(source))
     }
 
 
@@ -72,8 +67,8 @@ def test_optional_libraries_stay_in_their_adapters(library: str, adapters: tuple
 
 def test_our_kernels_need_torch_and_triton_alone() -> None:
     allowed = {"torch", "triton", "cp_kernels"} | set(sys.stdlib_module_names)
-    found = {name.split(".")[0] for p in KERNELS.glob("*.py") for name in imports(p.read_text())}
-    assert found <= allowed, found - allowed
+    libraries = {name.split(".")[0] for p in KERNELS.glob("*.py") for name in imports(p.read_text())}
+    assert libraries <= allowed, libraries - allowed
 
 
 def test_importing_the_package_has_no_side_effects() -> None:
@@ -133,35 +128,35 @@ def branches(source: str) -> list[str]:
     """The expressions of a source file that branch on a library's version."""
     tree = ast.parse(source)
     ours = _from_megatron(tree)
-    found = []
+    expressions = []
     for node in ast.walk(tree):
         match node:
             case ast.Compare() if {"version_tuple", "megatron_version", "__version__"} & _named(node):
-                found.append(ast.unparse(node))
+                expressions.append(ast.unparse(node))
             case ast.Compare(left=ast.Constant(value=str()), ops=[ast.In() | ast.NotIn()], comparators=[held]) if (
                 "parameters" in _named(held)
             ):
-                found.append(ast.unparse(node))
+                expressions.append(ast.unparse(node))
             case ast.Call(func=ast.Name(id="hasattr" | "getattr"), args=[owner, *others]) if (
                 isinstance(owner, ast.Name) and owner.id in ours and (len(others) == 2 or node.func.id == "hasattr")
             ):
-                found.append(ast.unparse(node))
+                expressions.append(ast.unparse(node))
             case ast.Try(body=body, handlers=handlers) if any(
                 _named(h.type) & {"ImportError", "AttributeError", "ModuleNotFoundError"} for h in handlers if h.type
             ):
-                found += [ast.unparse(line) for line in body if _from_megatron(line)]
-    return found
+                expressions += [ast.unparse(line) for line in body if _from_megatron(line)]
+    return expressions
 
 
 def test_versions_are_asked_for_in_one_file() -> None:
-    found = {
+    by_file = {
         file: lines
         for file, source in SOURCES.items()
         if file.startswith(("megatron/", "nemo/", "tools/", "engine/common/", "engine/core/"))
         and (lines := branches(source))
     }
-    assert {file: lines for file, lines in found.items() if file not in ELSEWHERE} == {}
-    assert set(ELSEWHERE) <= found.keys(), "no longer needed here"
+    assert {file: lines for file, lines in by_file.items() if file not in ELSEWHERE} == {}
+    assert set(ELSEWHERE) <= by_file.keys(), "no longer needed here"
 
 
 FOREIGN = {
@@ -202,8 +197,8 @@ def foreign(text: str) -> list[str]:
 
 
 def test_no_message_is_translated() -> None:
-    found = {text: better for source in SOURCES.values() for text in told(source) if (better := foreign(text))}
-    assert found == {}
+    better_by_text = {text: better for source in SOURCES.values() for text in told(source) if (better := foreign(text))}
+    assert better_by_text == {}
 
 
 EXPLAINED = {
@@ -233,13 +228,13 @@ STATEFUL |= {"defaultdict", "Counter", "ContextVar", "ExitStack", "Lock", "RLock
 
 def _globals(tree: ast.Module) -> dict[str, ast.expr | None]:
     """A module's top-level bindings."""
-    found: dict[str, ast.expr | None] = {}
+    bindings: dict[str, ast.expr | None] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign):
-            found |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+            bindings |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = node.value
-    return found
+            bindings[node.target.id] = node.value
+    return bindings
 
 
 def _class_of(value: ast.expr | None) -> str:
@@ -266,18 +261,18 @@ def mutable(source: str) -> set[str]:
     """Module-level names of a source file that are rebound, changed in place, or of a stateful class."""
     tree = ast.parse(source)
     bound = _globals(tree)
-    found = {name for name, value in bound.items() if _class_of(value) in STATEFUL}
+    names = {name for name, value in bound.items() if _class_of(value) in STATEFUL}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             parts = list(ast.walk(function))
             own = {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
             own |= {n.arg for n in parts if isinstance(n, ast.arg)}
             for node in parts:
-                found |= set(node.names) if isinstance(node, ast.Global) else set()
+                names |= set(node.names) if isinstance(node, ast.Global) else set()
                 for owner in _changed(node):
                     if isinstance(owner, ast.Name) and owner.id in bound.keys() - own:
-                        found.add(owner.id)
-    return found
+                        names.add(owner.id)
+    return names
 
 
 def modules_changed(source: str) -> set[str]:
@@ -292,19 +287,19 @@ def modules_changed(source: str) -> set[str]:
     }
     modules -= {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     modules -= {n.arg for n in parts if isinstance(n, ast.arg)}
-    found = set()
+    changed = set()
     for node in parts:
         for owner in _changed(node):
             inside = isinstance(owner, ast.Attribute)  # else a function of the module may be called
             module = owner.value if inside else owner
             sets = isinstance(node, ast.Attribute) or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
             if isinstance(module, ast.Name) and module.id in modules and (inside or sets):
-                found.add(ast.unparse(owner))
-    return found
+                changed.add(ast.unparse(owner))
+    return changed
 
 
 def test_state_is_in_one_object() -> None:
     """Mutable state lives in the adapter's one ``State`` and the few places explained here."""
-    found = {f"{file}: {name}" for file, source in SOURCES.items() for name in mutable(source)}
-    assert found == set(EXPLAINED), found ^ set(EXPLAINED)
+    names = {f"{file}: {name}" for file, source in SOURCES.items() for name in mutable(source)}
+    assert names == set(EXPLAINED), names ^ set(EXPLAINED)
     assert {file: changed for file, source in SOURCES.items() if (changed := modules_changed(source))} == {}
