@@ -85,18 +85,18 @@ def cases() -> list[Case]:
     words: dict[str, str] = {}
     for name, text in table["words"].items():
         words[name] = text.format_map(words)
-    found: dict[object, Case] = {}
+    distinct: dict[object, Case] = {}
     for group in table["group"]:
         for row in group.pop("rows", ({},)):
             for case in _combined(group | row, words):
                 name = f"{group['name']}: {', '.join(filter(None, (row.get('name'), case.name)))}"
                 key = replace(case, name="", since="", where=())
-                found.setdefault((group["name"], key), replace(case, name=name))
-    assert len({case.name for case in found.values()}) == len(found), "two rows have one name"
-    return list(found.values())
+                distinct.setdefault((group["name"], key), replace(case, name=name))
+    assert len({case.name for case in distinct.values()}) == len(distinct), "two rows have one name"
+    return list(distinct.values())
 
 
-def _combined(given: dict[str, Any], words: Mapping[str, str]) -> list[Case]:
+def _combined(fields: dict[str, Any], words: Mapping[str, str]) -> list[Case]:
     softmax = {name: providers.get(name).layouts for name in providers.names()}
     every = {
         "every provider": list(softmax),
@@ -109,17 +109,17 @@ def _combined(given: dict[str, Any], words: Mapping[str, str]) -> list[Case]:
     }
     lists = {}
     for key in ("cp", "flags", "by"):
-        values = given.pop(key, Case.__dataclass_fields__[key].default)
+        values = fields.pop(key, Case.__dataclass_fields__[key].default)
         values = values if isinstance(values, list) else [values]
         lists[key] = [one for value in values for one in every.get(value, [value])]
     combined = [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
     first = covering([{key: str(value) for key, value in one.items()} for one in combined], 1)
-    where = tuple(given.pop("in", "night").split())
-    given |= {key: tuple(given[key]) for key in ("proves", "modules", "limits") if key in given}
-    given["alone"] = given["alone"].format_map(words) if "alone" in given else None
+    where = tuple(fields.pop("in", "night").split())
+    fields |= {key: tuple(fields[key]) for key in ("proves", "modules", "limits") if key in fields}
+    fields["alone"] = fields["alone"].format_map(words) if "alone" in fields else None
     return [
         Case(
-            **given
+            **fields
             | {key: value.format_map(words) if isinstance(value, str) else value for key, value in one.items()}
             | {"name": ", ".join(str(one[key]) for key in lists if len(lists[key]) > 1)},
             where=where if place in first else ("night",),

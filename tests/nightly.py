@@ -53,13 +53,13 @@ def thin(items: list[pytest.Item]) -> dict[tuple[str, str], int]:
 
 def values(params: dict[str, Any]) -> dict[str, str]:
     """The value of each parameter; of a dataclass, the value of each field."""
-    found = {}
+    by_name = {}
     for name, value in params.items():
         if is_dataclass(value):
-            found |= {f"{name}.{field.name}": repr(getattr(value, field.name)) for field in fields(value)}
+            by_name |= {f"{name}.{field.name}": repr(getattr(value, field.name)) for field in fields(value)}
         else:
-            found[name] = repr(value)
-    return found
+            by_name[name] = repr(value)
+    return by_name
 
 
 def covering(cases: Sequence[dict[str, str]], strength: int) -> set[int]:

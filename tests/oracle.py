@@ -63,9 +63,9 @@ class Case:
         at = torch.arange(self.seq_length)
         before, after = (None if n == -1 else n for n in self.window or (-1, -1))
         hidden = ~sees(at, at, before, 0 if self.causal else after, self.documents)
-        return hidden if not self.tree[0] else hidden | ~self._on_path()
+        return hidden if not self.tree[0] else hidden | ~self._ancestors()
 
-    def _on_path(self) -> Tensor:
+    def _ancestors(self) -> Tensor:
         """bool ``[query, key]``: whether the key's node is the query's or an ancestor."""
         lengths, parents = self.tree
         above = torch.eye(len(lengths), dtype=torch.bool)
@@ -113,11 +113,11 @@ def sees(
     """
     ahead = k - q[:, None]
     left, right = (torch.inf if n is None else n for n in (before, after))
-    found = (-ahead <= left) & (ahead <= right)
+    visible = (-ahead <= left) & (ahead <= right)
     if not documents:
-        return found
+        return visible
     of_q, of_k = (torch.bucketize(x, torch.tensor(documents), right=True) for x in (q, k))
-    return found & (of_q[:, None] == of_k if not stops else q[:, None] < torch.tensor(stops)[of_k - 1])
+    return visible & (of_q[:, None] == of_k if not stops else q[:, None] < torch.tensor(stops)[of_k - 1])
 
 
 def attend(
@@ -193,7 +193,7 @@ class _Wide(TorchDispatchMode):
         self._names = names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        first = found[0] if isinstance(found, tuple) and found else found
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        first = result[0] if isinstance(result, tuple) and result else result
         assert name not in self._names or first.numel() < 2 or first.dtype.itemsize > 2, f"{name} in {first.dtype}"
-        return found
+        return result

@@ -64,19 +64,19 @@ FEATURES = (
 
 def cells(feature: Feature) -> dict[str, str | None]:
     """Provider -> why not, or None if it is supported."""
-    found = {}
+    reasons = {}
     for name, provider in providers.registry().items():
         settled = providers.settle(provider, feature.problem, Options())
-        found[name] = providers.unsupported(settled.provider, feature.problem, settled.options)
+        reasons[name] = providers.unsupported(settled.provider, feature.problem, settled.options)
         if provider.kind == "linear" and feature.not_linear is not None:
-            found[name] = found[name] or feature.not_linear.why
-    return found
+            reasons[name] = reasons[name] or feature.not_linear.why
+    return reasons
 
 
 def table() -> str:
     """All cells in Markdown: a row per provider, a column per feature; reasons and the features' flags below."""
-    found = [cells(feature) for feature in FEATURES]
-    rows = {f"`{name}`": [of_feature[name] for of_feature in found] for name in providers.registry()}
+    columns = [cells(feature) for feature in FEATURES]
+    rows = {f"`{name}`": [of_feature[name] for of_feature in columns] for name in providers.registry()}
     flags = [
         f"- {feature.name}: {', '.join(f'`{flag}`' for flag in feature.flags)}" for feature in FEATURES if feature.flags
     ]
@@ -87,9 +87,9 @@ def _with_reasons(head: Sequence[str], rows: Mapping[str, Iterable[str | None]])
     """A table of ``yes`` (None) and ``no (1)``, and the numbered reasons below."""
     reasons: list[str] = []
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for name, found in rows.items():
+    for name, row in rows.items():
         shown = []
-        for reason in found:
+        for reason in row:
             if reason is not None and reason not in reasons:
                 reasons.append(reason)
             shown.append("yes" if reason is None else f"no ({reasons.index(reason) + 1})")
@@ -109,8 +109,8 @@ def graphs_table() -> str:
 
 def _graph(impl: str, part: str | None) -> str:
     args = SimpleNamespace(cuda_graph_impl=impl, cuda_graph_modules=[part] if part else [])
-    found = cuda_graphs.CUDA_GRAPH.looks_at(SimpleNamespace(args=args))
-    return f"no: {found['captured']}" if found else "yes"
+    refusal = cuda_graphs.CUDA_GRAPH.looks_at(SimpleNamespace(args=args))
+    return f"no: {refusal['captured']}" if refusal else "yes"
 
 
 VERSIONS = ("0.18", "0.19", "0.20")

@@ -44,10 +44,10 @@ def test_a_module_that_has_moved_is_not_asked_for(
 ) -> None:
     """Importing it would warn."""
     _, new = moved
-    new.function, asked = lambda: None, []
-    monkeypatch.setattr(compat.importlib, "import_module", lambda name: asked.append(name) or sys.modules[name])
+    new.function, imported = lambda: None, []
+    monkeypatch.setattr(compat.importlib, "import_module", lambda name: imported.append(name) or sys.modules[name])
     assert compat.find(f"{OLD}:function") == (new, new.function)
-    assert asked == [NEW]
+    assert imported == [NEW]
 
 
 @pytest.mark.parametrize("target", [f"{OLD}:function", f"{OLD}:Layer.forward", "megatron.core.gone:function"])

@@ -12,8 +12,8 @@ from cp_plugin.engine.common import yaml_files
 
 def test_what_ruff_does_not_look_at() -> None:
     unsafe = ("weights_only=False", "allow_pickle=True", "yaml.unsafe_load", "yaml.full_load", "cloudpickle", "joblib")
-    found = {file for file, source in SOURCES.items() if any(call in source for call in unsafe)}
-    assert found == {"testing/launch.py"}, "which reads memory that only its forked ranks write to"
+    files = {file for file, source in SOURCES.items() if any(call in source for call in unsafe)}
+    assert files == {"testing/launch.py"}, "which reads memory that only its forked ranks write to"
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ IMAGE |= {"transformer-engine": "2.12.0+5671fd36", "flash-attn": "2.7.4.post1+25
 
 def replaced(requirements: list[Requirement], image: dict[str, str]) -> list[str]:
     """The packages of the image that pip would replace, which looks at what is installed with pre-releases."""
-    asked = [one for one in requirements if one.name in image]
-    return [one.name for one in asked if not one.specifier.contains(image[one.name], prereleases=True)]
+    known = [one for one in requirements if one.name in image]
+    return [one.name for one in known if not one.specifier.contains(image[one.name], prereleases=True)]
 
 
 @pytest.mark.parametrize("torch", ["2.11.0a0+eb65b36914.nv26.02", "2.10.0a0+b4e4ee81d3.nv25.12"])

@@ -61,9 +61,9 @@ def test_verdicts(mutants: ModuleType, tmp_path: Path) -> None:
 
     def verdict(old: str, *tests: str, limit: float = 60.0) -> tuple[str, str]:
         mutant = mutants.Mutant(name="three", file="x.py", old=old, new="return 3", why="", tests=list(tests))
-        found = mutants.judge(mutant, tmp_path, limit)
+        outcome = mutants.judge(mutant, tmp_path, limit)
         assert (tmp_path / "x.py").read_text() == "def two():\n    return 2\n", "the file is restored"
-        return found.verdict, found.by
+        return outcome.verdict, outcome.by
 
     assert verdict("return 2", "test_y.py", "test_x.py") == ("killed", "test_x.py::test_two")
     assert verdict("return 2", "test_y.py") == ("SURVIVED", "test_y.py")

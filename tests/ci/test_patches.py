@@ -46,7 +46,7 @@ def test_it_applies_to_the_installed_megatron(tmp_path: Path) -> None:
 
 def test_the_plugin_is_offered_where_the_patches_look() -> None:
     offered = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    (group,) = {found for folder in FOLDERS for found in re.findall(r"group='([^']+)'", "\n".join(_added(folder)))}
+    (group,) = {name for folder in FOLDERS for name in re.findall(r"group='([^']+)'", "\n".join(_added(folder)))}
     assert offered == {group: {"cp_plugin": "cp_plugin.megatron.native"}}
 
 

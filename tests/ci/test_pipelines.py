@@ -18,13 +18,13 @@ SCRIPT = re.compile(r"(?<!tests/)\bci/[\w/]+\.(?:sh|py)\b")
 
 
 def commands(file: Path) -> list[str]:
-    found = yaml.safe_load(file.read_text())
+    pipeline = yaml.safe_load(file.read_text())
     if file.name == ".gitlab-ci.yml":
-        jobs = [job for job in found.values() if isinstance(job, dict) and "script" in job]
-        assert {job["stage"] for job in jobs} == set(found["stages"])
+        jobs = [job for job in pipeline.values() if isinstance(job, dict) and "script" in job]
+        assert {job["stage"] for job in jobs} == set(pipeline["stages"])
         return [line for job in jobs for line in job["script"]]
-    assert found["name"] == file.stem and True in found, "YAML reads `on` as true"
-    steps = [step for job in found["jobs"].values() for step in job["steps"]]
+    assert pipeline["name"] == file.stem and True in pipeline, "YAML reads `on` as true"
+    steps = [step for job in pipeline["jobs"].values() for step in job["steps"]]
     assert all(("run" in step) != ("uses" in step) for step in steps)
     return [step["run"] for step in steps if "run" in step]
 

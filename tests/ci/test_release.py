@@ -125,7 +125,7 @@ def test_the_metadata_is_valid(built: Built) -> None:
 
 def test_versions_are_in_one_place() -> None:
     assert PROJECT["dynamic"] == ["version"]
-    needed = {found.name: found.specifier for found in map(Requirement, PROJECT["dependencies"])}
+    needed = {requirement.name: requirement.specifier for requirement in map(Requirement, PROJECT["dependencies"])}
     assert needed["megatron-core"] == SpecifierSet(MEGATRON_RANGE)
     assert needed["torch"] == SpecifierSet(f">={TORCH_MINIMUM}")
     newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

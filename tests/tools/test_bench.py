@@ -63,14 +63,14 @@ def test_a_shortened_case_keeps_its_mask() -> None:
 
 def test_every_mask_is_right_and_timed_on_two_ranks() -> None:
     chosen = [f for name in ("ring", "attention2d", "usp", "torch-ring") for f in ("--provider", name)]
-    whole, found = measured(*chosen, "--cluster", "cpu")
-    assert whole["ok"] and whole["rounds"] == 1 and set(found) == set(MASKS)
+    whole, by_mask = measured(*chosen, "--cluster", "cpu")
+    assert whole["ok"] and whole["rounds"] == 1 and set(by_mask) == set(MASKS)
     for case in whole["cases"]:
         packed, windowed = "document" in case["mask"], "window" in case["mask"]
         assert (len(case["bounds"]) > 2) == packed
         assert case["problem"]["causal"] == case["mask"].startswith("causal")
         assert bool(case["problem"]["window"]) == windowed
-        for name, m in found[case["mask"]].items():
+        for name, m in by_mask[case["mask"]].items():
             if name == "torch-ring" and (packed or windowed):
                 assert "PyTorch's ring has no" in m["cannot"]
                 continue
@@ -81,7 +81,7 @@ def test_every_mask_is_right_and_timed_on_two_ranks() -> None:
             assert (m["predicted"] is None or m["sent"] is None) == (name == "torch-ring")
     problem = Problem(size=2, heads=4, kv_heads=2, head_dim=8, seq_length=512, dtype=torch.float32)
     row = price(["ring"], problem, Options())[0]
-    assert found["causal"]["ring"]["sent"] == {"least": row.least, "most": row.most}
+    assert by_mask["causal"]["ring"]["sent"] == {"least": row.least, "most": row.most}
 
 
 def test_linear_attention() -> None:
@@ -107,9 +107,9 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("planted")
 def test_a_wrong_method_is_not_timed(fault: str, wrong: set[str]) -> None:
     flags = ("--provider", f"faulty_{fault}", "--provider", "ring", "--mask", "causal", "--mask", "causal-window")
-    whole, found = measured(*flags, status=1)
+    whole, by_mask = measured(*flags, status=1)
     assert not whole["ok"]
-    for mask, m in found.items():
+    for mask, m in by_mask.items():
         assert m[f"faulty_{fault}"]["correct"] == (mask not in wrong) == ("seconds" in m[f"faulty_{fault}"])
         assert m["ring"]["correct"] and m["ring"]["median"]["total"] > 0
 
@@ -196,6 +196,6 @@ def test_speeds_are_of_the_slowest_rank_and_of_the_visible_pairs() -> None:
     )
     assert not one.wrong and replace(one, errors={"out": float("inf")}).wrong
     forward = 2 * 36 * 2 * 16 / 4  # pairs, heads, both head sizes, ranks
-    found = one.as_json(problem)
-    assert found["of_ideal"] == {"forward": 0.5, "total": 0.5}
-    assert found["flops_per_s"] == {"forward": forward / 2.0, "total": 3.5 * forward / 5.0}
+    row = one.as_json(problem)
+    assert row["of_ideal"] == {"forward": 0.5, "total": 0.5}
+    assert row["flops_per_s"] == {"forward": forward / 2.0, "total": 3.5 * forward / 5.0}

@@ -188,8 +188,8 @@ def test_a_job_out_of_time_is_requeued_unless_it_failed(
         job.send_signal(signal.SIGUSR1)
         assert job.wait(30) == status
     assert (records / "forwarded").exists()
-    found = records / "requeued"
-    assert (found.read_text() if found.exists() else None) == requeued
+    file = records / "requeued"
+    assert (file.read_text() if file.exists() else None) == requeued
 
 
 def test_the_launcher_starts_the_ranks_of_the_example_that_is_named(tools: dict[str, str]) -> None:
@@ -203,14 +203,14 @@ def test_the_launcher_starts_the_ranks_of_the_example_that_is_named(tools: dict[
     script = Path(tools["WORK"]) / "train-42.sh"
     assert started[-4:] == ["bash", str(script), "--lr", "1"] and "--kill-on-bad-exit=1" in started
     assert script.read_text() == render(load(chosen[0]).experiment(chosen[1]), int(chosen[2]))
-    found = [env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")]
-    assert found == ["n7", "15042", "4", "8", f"{root}/out/burst-32xa100/checkpoints"]
+    values = [env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")]
+    assert values == ["n7", "15042", "4", "8", f"{root}/out/burst-32xa100/checkpoints"]
     assert not (Path(root) / "requeued").exists()
 
 
 def test_the_list_and_one_of_it() -> None:
-    found = cp_plugin("example")
-    assert found.exit_code == 0 and all(name in found.output for name in config.names())
+    listed = cp_plugin("example")
+    assert listed.exit_code == 0 and all(name in listed.output for name in config.names())
     for name in config.names():
         example, shown, flags = load(name), cp_plugin("example", name), cp_plugin("example", name, "--print", "flags")
         assert shown.exit_code == flags.exit_code == 0 and example.experiment().title in shown.output

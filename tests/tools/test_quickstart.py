@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shared: the first example makes the corpus."""
     return tmp_path_factory.mktemp("quickstart") / "out"
 
@@ -50,28 +50,28 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
 
 
 @nightly
-def test_it_passes_and_leaves_a_plot(out: Path) -> None:
-    command = [sys.executable, EXAMPLES / "quickstart.py", "--iterations", "4", "--out", out]
+def test_it_passes_and_leaves_a_plot(output: Path) -> None:
+    command = [sys.executable, EXAMPLES / "quickstart.py", "--iterations", "4", "--out", output]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("PASS: striped on 4 ranks equals one rank: 4 losses within")
-    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
-    audit = (out / "cp4.log").read_text()
+    assert (output / "losses.png").read_bytes().startswith(b"\x89PNG")
+    audit = (output / "cp4.log").read_text()
     assert "4 of 4 replaced" in audit and "loss CP 4" in done.stdout
 
 
 @nightly
 def test_placed_packs_train_as_on_one_rank(
-    run: Callable[..., object], out: Path, capsys: pytest.CaptureFixture
+    run: Callable[..., object], output: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert run("packed.py", "--iterations", "4", "--out", out / "packed") == 0
+    assert run("packed.py", "--iterations", "4", "--out", output / "packed") == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("PASS: packs placed on 4 ranks train as on one: 4 losses within"), last
 
 
 @nightly
-def test_a_provider_that_does_not_exist_fails_in_the_last_lines(run: Callable[..., object], out: Path) -> None:
-    said = str(run("quickstart.py", "--provider", "stripped", "--iterations", "1", "--out", out))
+def test_a_provider_that_does_not_exist_fails_in_the_last_lines(run: Callable[..., object], output: Path) -> None:
+    said = str(run("quickstart.py", "--provider", "stripped", "--iterations", "1", "--out", output))
     assert said.startswith("FAIL: training with 4 ranks")
     assert "--cp-provider stripped: did you mean striped? Choose one of" in said
 
@@ -89,7 +89,7 @@ def test_a_provider_that_does_not_exist_fails_in_the_last_lines(run: Callable[..
 def test_the_verdict_fails_on_every_kind_of_difference(
     losses: tuple[float, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, many = ([Iteration(loss, 1.0) for loss in found] for found in ((6.0, 5.0, 4.0), losses))
+    one, many = ([Iteration(loss, 1.0) for loss in run] for run in ((6.0, 5.0, 4.0), losses))
     status = runs.verdict({"striped": (one, many)}, 3, "striped equals one")
     assert capsys.readouterr().out.startswith(said) and status == said.startswith("FAIL")
 
@@ -103,9 +103,9 @@ def test_losses_are_read_and_must_fall(capsys: pytest.CaptureFixture[str]) -> No
 
 @nightly
 def test_linear_hybrid_and_softmax_models_pass_and_leave_a_plot(
-    run: Callable[..., object], out: Path, capfd: pytest.CaptureFixture[str]
+    run: Callable[..., object], output: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("hybrid.py", "--iterations", "4", "--ranks", "2", "--out", out) == 0, capfd.readouterr()
+    assert run("hybrid.py", "--iterations", "4", "--ranks", "2", "--out", output) == 0, capfd.readouterr()
     assert capfd.readouterr().out.splitlines()[-1].startswith("PASS: 3 models on 2 ranks equal one rank within")
-    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
-    assert "3 linear, 1 softmax" in (out / "hybrid" / "cp2.log").read_text()
+    assert (output / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert "3 linear, 1 softmax" in (output / "hybrid" / "cp2.log").read_text()

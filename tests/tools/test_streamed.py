@@ -13,11 +13,11 @@ from cp_plugin.tools.generate import Streamed
 WORDS = (" a", " the", "ing", "é", " ", "\n", "😀", "x", ",", "日本")
 
 
-def of_bytes(ids: Sequence[int]) -> str:
+def decode_bytes(ids: Sequence[int]) -> str:
     return bytes(ids).decode(errors="replace")
 
 
-def of_words(ids: Sequence[int]) -> str:
+def decode_words(ids: Sequence[int]) -> str:
     """As SentencePiece does: a space in front belongs to the first word, and is not text."""
     return "".join(WORDS[i] for i in ids).removeprefix(" ")
 
@@ -41,12 +41,12 @@ TEXT = st.characters(codec="utf-8", exclude_characters="\ufffd")
 @given(st.text(TEXT, min_size=1), st.text(TEXT))
 def test_characters_of_several_bytes(prompt: str, new: str) -> None:
     first, then = list(prompt.encode()), list(new.encode())
-    parts = shown(of_bytes, first, then)
-    assert "".join(parts) == of_bytes(first + then) + "\n"
-    assert sum(map(bool, parts[1:-1])) == len(of_bytes(then)) and not any("\ufffd" in part for part in parts)
+    parts = shown(decode_bytes, first, then)
+    assert "".join(parts) == decode_bytes(first + then) + "\n"
+    assert sum(map(bool, parts[1:-1])) == len(decode_bytes(then)) and not any("\ufffd" in part for part in parts)
 
 
-@pytest.mark.parametrize(("decode", "ids"), [(of_bytes, 256), (of_words, len(WORDS))])
+@pytest.mark.parametrize(("decode", "ids"), [(decode_bytes, 256), (decode_words, len(WORDS))])
 @given(st.data())
 def test_bytes_that_are_no_characters_and_words_with_their_space_in_front(
     decode: Callable[[Sequence[int]], str], ids: int, data: st.DataObject
@@ -62,7 +62,7 @@ def test_a_long_text_is_decoded_once() -> None:
 
     def decode(ids: Sequence[int]) -> str:
         lengths.append(len(ids))
-        return of_bytes(ids)
+        return decode_bytes(ids)
 
     shown(decode, [65] * 100_000, [66] * 200)
     assert lengths[0] == 100_000 and max(lengths[1:]) <= 2 * 8 + 2
