@@ -38,7 +38,7 @@ def cpu_mode() -> Iterator[None]:
 
 
 @functools.cache
-def before_forking() -> None:
+def warm_up() -> None:
     """Import what a training run imports late, read sources once, and make Megatron's mock data smaller.
 
     Megatron takes the help of its flags from its own source, 42 times in the start of a rank and a third of its time;
@@ -143,7 +143,7 @@ class Forked:
         self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def in_a_fork(command: Callable[[], object], limit: int = 300) -> subprocess.CompletedProcess[str]:
+def run_forked(command: Callable[[], object], limit: int = 300) -> subprocess.CompletedProcess[str]:
     """What ``command`` prints, and its exit status, as of a program of its own that need not import Megatron again.
 
     limit: seconds after which it is killed.
@@ -166,4 +166,4 @@ def python(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
             sys.modules.pop(path.stem, None)  # of another folder
         exec(text, {"__name__": "__main__"})
 
-    return in_a_fork(program)
+    return run_forked(program)

@@ -11,7 +11,7 @@ import pytest
 import third_party
 import torch
 from nightly import NIGHT, nightly
-from warm import in_a_fork
+from warm import run_forked
 
 from cp_plugin.engine.methods import registry
 
@@ -82,7 +82,7 @@ def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         registry.registry.cache_clear()
         run.app([*cases, "--out", str(tmp_path)])
 
-    done = in_a_fork(parity)
+    done = run_forked(parity)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAIL: 2 of 3" in done.stdout
     cases_by_provider = {

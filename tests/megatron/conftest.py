@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
-from warm import before_forking
+from warm import warm_up
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def _cpu_megatron() -> Iterator[None]:
     activate(["--cp-device", "cpu"])
     import cp_plugin.megatron.models.gpt  # noqa: F401
 
-    before_forking()
+    warm_up()
     yield
     deactivate()
 

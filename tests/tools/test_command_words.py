@@ -15,7 +15,7 @@ from typing import Any, get_args
 import pytest
 import typer
 from commands import cp_plugin
-from warm import in_a_fork
+from warm import run_forked
 
 from cp_plugin import __version__
 from cp_plugin.engine.common.names import did_you_mean
@@ -130,11 +130,11 @@ def test_flags_after_two_dashes_are_named_as_written() -> None:
     folder = Path(importlib.util.find_spec("megatron.core").origin).parents[2]
     for words in (["plan", "--cluster", "dgx-h100"], ["doctor", "--megatron", str(folder)]):
         flags = ["--cp-provider", "rnig", "--context-parallel-size", "2"]
-        done = in_a_fork(partial(PROGRAM.main, [*words, "--", *flags]))
+        done = run_forked(partial(PROGRAM.main, [*words, "--", *flags]))
         assert done.returncode == 2 and "--cp-provider rnig: did you mean ring?" in done.stderr
 
 
 def test_the_doctor_examines_a_megatron() -> None:
     folder = Path(importlib.util.find_spec("megatron.core").origin).parents[2]
-    done = in_a_fork(partial(PROGRAM.main, ["doctor", "--megatron", str(folder)]))
+    done = run_forked(partial(PROGRAM.main, ["doctor", "--megatron", str(folder)]))
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "PASS: a run would start", done.stderr

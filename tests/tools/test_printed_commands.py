@@ -23,7 +23,7 @@ import typer
 from commands import cp_plugin
 from nightly import NIGHT, nightly
 from printed import FLAGS, ROOT, Printed, fenced, inline
-from warm import before_forking, cpu_mode
+from warm import cpu_mode, warm_up
 
 from cp_plugin import run
 from cp_plugin.engine.methods import registry as providers
@@ -93,7 +93,7 @@ def _megatron() -> Iterator[None]:
     with cpu_mode():
         import megatron.training.training  # noqa: F401
 
-        before_forking()
+        warm_up()
     yield
 
 

@@ -15,7 +15,7 @@ import pytest
 import runs
 from nightly import nightly
 from runs import Iteration
-from warm import Forked, before_forking, cpu_mode
+from warm import Forked, cpu_mode, warm_up
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -32,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     with cpu_mode():
         import megatron.training.training  # noqa: F401
 
-        before_forking()
+        warm_up()
 
     def popen(command: list[str], **named: object) -> object:
         return (Forked if "cp_plugin.pretrain_gpt" in command else Popen)(command, **named)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch._dynamo  # else every rank's optimizer would import it, for more than a second
 from nightly import nightly, one_case
-from warm import in_a_fork
+from warm import run_forked
 
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Problem
@@ -46,7 +46,7 @@ def finetune(example: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, *flags
 def test_attention(launcher: tuple[str, ...] | None) -> None:
     root, file = EXAMPLES.parent, str(EXAMPLES / "torch_attention.py")
     if launcher is None:
-        done = in_a_fork(lambda: runpy.run_path(file, run_name="__main__"))
+        done = run_forked(lambda: runpy.run_path(file, run_name="__main__"))
     else:
         paths = os.pathsep.join([str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}

@@ -26,7 +26,7 @@ from command_strategies import command_lines, plugin_flags, plugin_parser, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
-from warm import in_a_fork
+from warm import run_forked
 
 from cp_plugin.tools.app import app
 
@@ -152,7 +152,7 @@ def started(line: list[str]) -> str:
         sys.argv = ["pretrain_gpt", "--nproc", "2", *line]
         return refusals.exit_status(pretrain_gpt.main)
 
-    ended = in_a_fork(program, limit=2 * SECONDS)
+    ended = run_forked(program, limit=2 * SECONDS)
     text = ended.stdout + ended.stderr
     assert "Traceback" not in text and ended.returncode >= 0, f"status {ended.returncode}: {text[-3000:]}"
     if ended.returncode:
@@ -193,7 +193,7 @@ def fuzz(kind: str, examples: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lines_are_right_or_refused_in_one(kind: str, _cpu_megatron: None) -> None:
-    ended = in_a_fork(lambda: fuzz(kind, FUZZ or BY_DAY[kind]), limit=100_000)
+    ended = run_forked(lambda: fuzz(kind, FUZZ or BY_DAY[kind]), limit=100_000)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-9000:]
     print(ended.stdout)
     assert BY_DAY[kind] < 20 or ended.stdout.count("'") > 2, f"all alike: {ended.stdout}"
@@ -227,5 +227,5 @@ def test_a_planted_fault_is_found(where: str, fault: Any, line: str, said: str, 
             check()
         print(raised.value)
 
-    ended = in_a_fork(check_twice)
+    ended = run_forked(check_twice)
     assert said in ended.stdout, ended.stdout + ended.stderr

@@ -17,7 +17,7 @@ import pytest
 import torch
 from nightly import NIGHT, nightly, one_case
 from training import train
-from warm import Forked, in_a_fork
+from warm import Forked, run_forked
 
 from cp_plugin.engine.inference.request import Sampler, Sampling
 from cp_plugin.testing.launch import RankError, run_ranks
@@ -52,7 +52,7 @@ def generate(*words: str) -> subprocess.CompletedProcess[str]:
     """The command, in a fork of this process."""
     from cp_plugin.tools.app import app
 
-    return in_a_fork(lambda: app(["generate", *words]))
+    return run_forked(lambda: app(["generate", *words]))
 
 
 def texts(*words: str) -> dict[str, Any]:

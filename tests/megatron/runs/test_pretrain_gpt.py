@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from training import DATA, MODEL, SGD
-from warm import in_a_fork
+from warm import run_forked
 
 from cp_plugin.engine.common import refusals
 from cp_plugin.megatron.dataset import build
@@ -29,7 +29,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Train:
 
     def run(flags: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt", *flags.split()])
-        return in_a_fork(lambda: refusals.exit_status(pretrain_gpt.main))
+        return run_forked(lambda: refusals.exit_status(pretrain_gpt.main))
 
     return run
 

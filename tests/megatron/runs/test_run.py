@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from warm import in_a_fork
+from warm import run_forked
 
 from cp_plugin import run
 
@@ -41,7 +41,7 @@ def script(tmp_path: Path) -> Path:
 def test_a_script_and_its_exit_status(script: Path, ranks: list[str]) -> None:
     """Test_early starts processes."""
     words = [str(script), "--cp-device", "cpu", "--flag", "a b", "--fail"]
-    done = in_a_fork(lambda: run.main([*ranks, *words]))
+    done = run_forked(lambda: run.main([*ranks, *words]))
     assert done.returncode == 7, done.stderr
     said = done.stdout.splitlines()
     assert {"name __main__", f"argv {words}", "path True", "active True", f"rank {0 if ranks else None}"} <= {*said}
