@@ -52,7 +52,7 @@ def test_a_dropped_block_shows() -> None:
 
 def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg", "c.png"):
-        draw_method(tmp_path / name, "usp", 4, head_parallel=2, timed_tokens=64)
+        draw_method(tmp_path / name, "usp", 4, head_parallel=2)
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
     words = (tmp_path / "a.svg").read_text()

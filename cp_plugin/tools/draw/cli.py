@@ -55,7 +55,6 @@ def draw_method(
     size: int = 4,
     *,
     tokens: int = 0,
-    timed_tokens: int = 0,
     bounds: tuple[int, ...] = (),
     **options: Any,
 ) -> None:
@@ -65,14 +64,14 @@ def draw_method(
     Args:
         size: context-parallel ranks, at most 8.
         tokens: drawn one by one; 0: eight per rank.
-        timed_tokens: of the timeline, where the ragged edge of a short sequence would mislead; 0: about 8192.
-        bounds: where the documents of a pack begin, and its length, which replaces both numbers of tokens; empty: none.
+        bounds: where the documents of a pack begin, and its length, which replaces ``tokens``; empty: none.
         options: as for ``ContextParallel``.
     """
     if size > (most := len(canvas.RANK_COLOURS)):
         raise ValueError(f"{size} ranks have no distinct colours: use {most} or fewer")
     about = max(1, 8192 // (2 * size)) * 2 * size  # divisible over the ranks on every layout
-    lengths = (bounds[-1], bounds[-1]) if bounds else (tokens or 8 * size, timed_tokens or about)
+    # the ragged edge of a short sequence would mislead in the timeline
+    lengths = (bounds[-1], bounds[-1]) if bounds else (tokens or 8 * size, about)
     if lengths[0] > MOST:
         raise ValueError(f"{lengths[0]} tokens do not fit in a picture: use {MOST} tokens or fewer")
     shown, timed = (record(provider, size, seq_length=n, bounds=bounds, **options) for n in lengths)
