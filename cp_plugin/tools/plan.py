@@ -30,7 +30,6 @@ from cp_plugin.tools import flags, output, show_plan
 from cp_plugin.tools.draw import canvas
 from cp_plugin.tools.output import new_console
 
-_GB = 1e9
 _TOKENS = 131072
 """Default length of a sequence."""
 _OWN = "conflicts with Megatron's flags, which set it themselves"
@@ -271,13 +270,12 @@ def _settled(query: Query, provider: str, options: Options) -> Setup:
 
 
 def _searched(request: _Request, options: Options, *, quiet: bool) -> search.Plan:
-    """Search the fastest training."""
     query = flags.packed(request.ask(), request.documents)
     query = replace(
         query,
         allowed=replace(query.allowed, options=replace(query.allowed.options, **options.chosen)),
         fp8=(None, "comm") if request.fp8 else (None,),
-        limit=request.memory * _GB if request.memory is not None else 0.0,
+        limit=1e9 * request.memory if request.memory is not None else 0.0,
     )
     query = keep_fitting(query, request.global_batch)
     with new_console(stderr=True, quiet=quiet).status("planning") as status:

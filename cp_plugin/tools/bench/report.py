@@ -169,7 +169,6 @@ class Report:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
-    """The cells and the style of a row."""
     if row["cannot"] is not None:
         return (row["name"], f"cannot: {row['cannot']}"), "dim"
     worst = max(row["errors"], key=lambda name: row["errors"][name] / row["allowed"][name])
