@@ -98,9 +98,8 @@ def _redirect(file: Path) -> None:
 
 def main(folder: str, training: str, script: str = "") -> None:
     """A rank started by torchrun or srun; training: as JSON."""
-    file = record_file(Path(folder), int(os.environ["RANK"]))
-    torch.save(asdict(train(Training(**json.loads(training)), script or None)), file.with_suffix(".part"))
-    file.with_suffix(".part").rename(file)
+    record = train(Training(**json.loads(training)), script or None)
+    torch.save(asdict(record), record_file(Path(folder), int(os.environ["RANK"])))
 
 
 if __name__ == "__main__":
