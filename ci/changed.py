@@ -92,9 +92,8 @@ def main() -> None:
     files = {file for file in git("ls-files", "--cached", "--others", "--exclude-standard") if (ROOT / file).is_file()}
     tests = {file for file in files if file.startswith("tests/") and Path(file).name.startswith("test_")}
     wanted = tests if changed & EVERYTHING else touched(changed, uses(files)) & tests
-    for file in changed:
-        wanted = wanted | BY_SUFFIX.get(Path(file).suffix, set())
-    print("\n".join(sorted(wanted & files)))
+    by_suffix = (BY_SUFFIX.get(Path(file).suffix, ()) for file in changed)
+    print("\n".join(sorted(wanted.union(*by_suffix) & files)))
 
 
 if __name__ == "__main__":
