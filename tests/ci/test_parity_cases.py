@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import exact
 import pytest
 import third_party
 import torch
+from counts import differences
+from judging import Judge, Verdict
+from launching import Failed
+from matrix import load
 from nightly import NIGHT, nightly
+from training import Record
 from warm import run_forked
 
 from cp_plugin.engine.methods import registry
 
-ROOT = Path(__file__).parents[2]
-PARITY = ROOT / "ci/parity"
 FAULTS = """
 from dataclasses import replace
 from functools import cache
@@ -57,24 +63,15 @@ FOUND_BY = {"one_percent": "grad", "token_count": "loss"}
 CASE = "dense/cp2/{}/causal/float32"
 
 
-@pytest.fixture(autouse=True)
-def modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the modules of ci/parity and ci/perf importable."""
-    monkeypatch.delitem(sys.modules, "run", raising=False)  # other folders of ci have one, too
-    monkeypatch.syspath_prepend(str(PARITY))
-    monkeypatch.syspath_prepend(str(ROOT / "ci/perf"))
-
-
 @nightly
-def test_planted_faults_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_fail(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the seeds of the short form: fewer never widen a limit."""
-    import matrix
-    import run
-
-    points = {name: name.upper() for name in FOUND_BY}
+    run, points = script("ci/parity/run"), {name: name.upper() for name in FOUND_BY}
     third_party.install(tmp_path / "site", "faults", FAULTS, registry.ENTRY_POINTS, **points)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    whole = matrix.load()
+    whole = load()
     monkeypatch.setattr(run, "load", lambda: whole.model_copy(update={"seeds": whole.seeds[: whole.short["seeds"]]}))
     cases = [f"--case={CASE.format(name)}" for name in ("ring", *FOUND_BY)]
 
@@ -103,9 +100,6 @@ class Canned:
         self._off, self._says, self._seed_3 = {"stock": 0.0, "upstream": 1e-6, "plugin": off}, says, seed_3
 
     def run(self, training: Any) -> list[Any]:
-        from launching import Failed
-        from training import Record
-
         if training.side == "plugin" and self._says:
             raise Failed(f"Traceback\nValueError: {self._says}")
         off = self._off[training.side]
@@ -119,11 +113,8 @@ class Canned:
     once = run
 
 
-def judged(runner: Canned, name: str = CASE.format("ring")) -> Any:
+def judged(runner: Canned, name: str = CASE.format("ring")) -> Verdict:
     """The verdict on a case."""
-    from judging import Judge
-    from matrix import load
-
     cases = load()
     return Judge(cases, "cpu", runner).judge(*cases.chosen("cpu", (name,)))
 
@@ -171,11 +162,7 @@ def test_what_is_to_be_refused_must_be_and_nothing_else() -> None:
 
 
 def test_the_matrix_has_every_provider_with_every_model() -> None:
-    from itertools import product
-
-    import matrix
-
-    cases = matrix.load()
+    cases = load()
     names = {(c.model, c.parallel, c.provider) for c in cases.cases("cpu")}
     models = ("dense", "moe", "hybrid", "packed", "mtp")
     assert set(product(models, ("tp2", "pp2", "cp2"), registry.registry())) <= names
@@ -196,9 +183,6 @@ def test_the_matrix_has_every_provider_with_every_model() -> None:
 
 def test_counts_are_as_stored_and_a_change_of_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By day with and without a window, and with e4m3 payloads; in ``--all`` of every problem."""
-    import exact
-    from counts import differences
-
     stored = json.loads(exact.FILE.read_text())
     if not NIGHT:
         few = dict(list(exact.PROBLEMS.items())[:5:2])
