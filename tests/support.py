@@ -43,11 +43,7 @@ FEATURES = (
     Feature(name="grouped queries", flags=("--group-query-attention --num-query-groups G",), changes={"kv_heads": 4}),
     Feature(name="one key head", flags=("--group-query-attention --num-query-groups 1",), changes={"kv_heads": 1}),
     Feature(name="sliding window", flags=("--window-size L,0",), changes={"window": (1023, 0)}),
-    Feature(
-        name="packed documents",
-        flags=("--dataloader-inter-document-masking",),
-        changes={"documents": True},
-    ),
+    Feature(name="packed documents", flags=("--dataloader-inter-document-masking",), changes={"documents": True}),
     Feature(
         name="softmax offset (sink)",
         flags=("--softmax-type learnable", "--softmax-type off-by-one"),

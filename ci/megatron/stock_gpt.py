@@ -36,9 +36,7 @@ def model(pre_process=True, post_process=True, vp_stage=None, config=None, pg_co
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
     spec = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=args.transformer_impl == "transformer_engine",
-        normalization=args.normalization,
+        config, use_transformer_engine=args.transformer_impl == "transformer_engine", normalization=args.normalization
     )
     return GPTModel(
         config=config,

@@ -45,10 +45,7 @@ def _shown(value: int | str | None) -> str:
 
 
 def compare(
-    stored: Mapping[str, Counts],
-    now: Mapping[str, Counts],
-    entries: str,
-    write: Callable[[], None] | None,
+    stored: Mapping[str, Counts], now: Mapping[str, Counts], entries: str, write: Callable[[], None] | None
 ) -> None:
     """Print PASS, or what differs and FAIL with exit status 1.
 

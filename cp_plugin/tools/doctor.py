@@ -207,8 +207,7 @@ def doctor(
         bool, typer.Option("--all", help="also list libraries and kernels that are not available here")
     ] = False,
     megatron: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="examine this Megatron-LM checkout, or unpacked wheel, instead"),
+        str | None, typer.Option(metavar="DIR", help="examine this Megatron-LM checkout, or unpacked wheel, instead")
     ] = None,
     as_json: output.AsJson = False,
     words: Annotated[

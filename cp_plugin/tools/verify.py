@@ -26,9 +26,7 @@ def verify(
     device: flags.Devices = flags.Device.auto,
     dtype: Annotated[
         list[flags.Dtype] | None,
-        typer.Option(
-            help="repeatable; default: float32 and bfloat16; bfloat16 with --fp8 or --gradient-dtype model",
-        ),
+        typer.Option(help="repeatable; default: float32 and bfloat16; bfloat16 with --fp8 or --gradient-dtype model"),
     ] = None,
     heads: flags.Heads = 8,
     kv_heads: Annotated[

@@ -95,10 +95,9 @@ def test_what_the_table_allows_has_at_most_twice_the_error_of_one_device(
 ) -> None:
     """Without what ``verify`` grants to roundings of sums, and with NCCL's additions emulated."""
     assert {1, 2} == set(TOKENS) and {8, 64} == {way.ranks for way in WAYS}
-    like = replace(
-        tables.problem_of(ranks, torch.bfloat16),
-        kv_heads=kv_heads,
-    ).with_transport(hosts=tuple(map(str, range(ranks))))
+    like = replace(tables.problem_of(ranks, torch.bfloat16), kv_heads=kv_heads).with_transport(
+        hosts=tuple(map(str, range(ranks)))
+    )
     assert providers.settle(name, like, Options(**options)).options.gradient_dtype == "model"
     alone = tables.one_device(1, torch.bfloat16, kv_heads=kv_heads)
     got = tables.provider_errors(ranks, torch.bfloat16, name, over=tables.AsNccl, kv_heads=kv_heads, **options, **MODEL)

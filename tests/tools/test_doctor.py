@@ -10,6 +10,9 @@ import torch
 from commands import cp_plugin
 from rich.console import Console
 
+from cp_plugin.engine.kernels import backends, blocks
+from cp_plugin.engine.kernels.backends import sdpa
+from cp_plugin.engine.kernels.backends.flash import Flash
 from cp_plugin.tools import doctor
 
 
@@ -61,17 +64,12 @@ def test_apex(
 
 
 def test_a_broken_kernel_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.engine.kernels.backends import sdpa
-
     monkeypatch.setattr(sdpa, "out_from_delta", lambda dout, delta: dout)  # planted fault: wrong delta
     result = cp_plugin("doctor")
     assert result.exit_code == 1 and "FAIL: sdpa" in result.output
 
 
 def test_a_broken_kernel_that_auto_does_not_take_is_shown_and_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.engine.kernels import backends
-    from cp_plugin.engine.kernels.backends.flash import Flash
-
     def unbuilt(*tile: object) -> str:
         raise ModuleNotFoundError("flash_attn_2_cuda")
 
@@ -87,8 +85,6 @@ def test_a_broken_kernel_that_auto_does_not_take_is_shown_and_does_not_fail(monk
 
 
 def test_the_kernel_for_blocks_of_several_tiles_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cp_plugin.engine.kernels import backends, blocks
-
     own, tiled = backends.get("triton"), blocks.Tiled(backends.get("sdpa"))
     both = blocks.Either(tiled, blocks.InOrder(blocks.Whole(own)))
     monkeypatch.setattr(blocks, "kernel", lambda backend, *call, auto: both)  # as on CUDA

@@ -103,11 +103,7 @@ def test_a_node_starts_its_ranks(name: str, tools: dict[str, str], tmp_path: Pat
         at = started.index("-m")
         start = dict(zip(started[:at:2], started[1:at:2], strict=True))
         where = {"--node-rank": str(cluster.nodes - 1), "--master-addr": "n0", "--master-port": "29500"}
-        assert start == {
-            "--nnodes": str(cluster.nodes),
-            "--nproc-per-node": str(cluster.per_node),
-            **where,
-        }
+        assert start == {"--nnodes": str(cluster.nodes), "--nproc-per-node": str(cluster.per_node), **where}
         data = ["--data-path", tools["DATA_PREFIX"], "--data-cache-path", f"{tools['WORK']}/cache"]
         assert started[at + 1 :] == ["cp_plugin.pretrain_gpt", *flags_of(of, length), *data, "--lr", "1"]
         sharded = "--use-megatron-fsdp" in started
