@@ -196,7 +196,7 @@ def test_the_example_methods_option_is_a_flag_everywhere(example: Provider) -> N
 def test_the_example_method_can_be_drawn(example: Provider) -> None:
     got = record("gather_q", 4, seq_length=32)
     assert len(got.calls) == 4 * 2, "on each rank, in each of the two groups of heads that it chooses"
-    assert got.options.q_groups == 2 and got.balance() == pytest.approx(1, abs=0.1)
+    assert got.setup.options.q_groups == 2 and got.balance() == pytest.approx(1, abs=0.1)
     assert all(len(call.queries) == 32 and len(call.keys) == 8 for call in got.calls)
 
 

@@ -30,7 +30,10 @@ def times_computed(recording: Recording) -> Counter[tuple[int, int, int]]:
 def all_pairs(recording: Recording) -> Counter[tuple[int, int, int]]:
     n = recording.seq_length
     return Counter(
-        (head, query, key) for head in range(recording.heads) for query in range(n) for key in recording.seen(query)
+        (head, query, key)
+        for head in range(recording.setup.problem.heads)
+        for query in range(n)
+        for key in recording.seen(query)
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cp_plugin.engine.attention.api import ContextParallel
+from cp_plugin.engine.attention.calls import Setup
 from cp_plugin.engine.attention.calls import settled as settle
 from cp_plugin.engine.comm import Mesh, run_threads
 from cp_plugin.engine.core.mask import Mask
@@ -45,28 +46,27 @@ class Call:
 class Recording:
     """The calls of all ranks in one attention operation."""
 
-    provider: str
-    layout: str
-    options: Options
-    size: int
-    seq_length: int
-    heads: int
+    setup: Setup
     mask: Mask
     held: tuple[Tensor, ...]
     """rank -> the global positions of its tokens."""
     calls: tuple[Call, ...]
 
+    @property
+    def seq_length(self) -> int:
+        return self.setup.problem.seq_length
+
     def work(self) -> list[list[int]]:
         """``work[rank][step]``: visible pairs of all heads."""
         steps = 1 + max(call.step for call in self.calls)
-        pairs = [[0] * steps for _ in range(self.size)]
+        pairs = [[0] * steps for _ in self.held]
         for call in self.calls:
             pairs[call.rank][call.step] += call.pairs * len(call.heads)
         return pairs
 
     def mean(self) -> float:
         """The work of a rank under perfect balance."""
-        return sum(map(sum, self.work())) / self.size
+        return sum(map(sum, self.work())) / len(self.held)
 
     def balance(self) -> float:
         """The work of the busiest rank over the mean: 1 is perfect."""
@@ -87,7 +87,7 @@ class Recording:
 
     def fetched(self) -> list[set[int]]:
         """rank -> the keys of other ranks that its kernels are given."""
-        arrived: list[set[int]] = [set() for _ in range(self.size)]
+        arrived: list[set[int]] = [set() for _ in self.held]
         for call in self.calls:
             arrived[call.rank] |= set(call.keys.tolist())
         return [keys - set(held.tolist()) for keys, held in zip(arrived, self.held, strict=True)]
@@ -130,26 +130,16 @@ def record(
         raise ValueError(f"provider {settled.provider.name!r} cannot do this: {settled.reason}")
     mask = typical.mask()
 
-    def rank(mesh: Mesh) -> tuple[str, Tensor, list[Call]]:
+    def rank(mesh: Mesh) -> tuple[Tensor, list[Call]]:
         cp = ContextParallel(settled, mesh=mesh)
         q, k = (cp.shard(_marked(seq_length, n)) for n in (heads, typical.kv_heads))
         calls: list[Call] = []
         kernel = RecordingKernel(lambda q, kv, block: calls.append(_call(mesh.index, calls, q.q, kv.k, mask)))
         cp.build_around(kernel, cp.problem(q, k, k, causal=causal), mask=mask).forward(Queries(q), KeyValues(k, k))
-        return cp.layout.name, cp.positions(seq_length), calls
+        return cp.positions(seq_length), calls
 
-    recorded = run_threads(rank, settled.axes)
-    return Recording(
-        provider=settled.provider.name,
-        layout=recorded[0][0],
-        options=settled.options,
-        size=size,
-        seq_length=seq_length,
-        heads=heads,
-        mask=mask,
-        held=tuple(positions for _, positions, _ in recorded),
-        calls=tuple(call for _, _, calls in recorded for call in calls),
-    )
+    held, by_rank = zip(*run_threads(rank, settled.axes), strict=True)
+    return Recording(setup=settled, mask=mask, held=held, calls=tuple(call for calls in by_rank for call in calls))
 
 
 def _call(rank: int, before: Sequence[Call], q: Tensor, k: Tensor, mask: Mask) -> Call:

@@ -85,7 +85,7 @@ def draw_method(
     canvas.draw_ranks(held, [[rank] for rank in shown.holders()], title)
     held.set(xticks=range(0, shown.seq_length + 1, shown.seq_length // 4 or 1))
     if divided:
-        heads, n = figure.add_subplot(rows[1]), shown.heads
+        heads, n = figure.add_subplot(rows[1]), shown.setup.problem.heads
         canvas.draw_ranks(heads, [*map(shown.ranks_of, range(n))], "which ranks compute each query head")
         heads.set_xticks([h + 0.5 for h in range(n)], [f"head {h}" if n <= 4 else str(h) for h in range(n)])
     _draw_matrix(figure.add_subplot(rows[2]), shown, divided)
@@ -94,10 +94,11 @@ def draw_method(
 
 
 def _title(recording: Recording) -> str:
-    ranks = "1 rank" if recording.size == 1 else f"{recording.size} ranks"
-    shown = {name: value for name, value in recording.options.chosen.items() if name not in ("backward", "head_groups")}
+    setup, size = recording.setup, len(recording.held)
+    shown = {name: value for name, value in setup.options.chosen.items() if name not in ("backward", "head_groups")}
     options = (f"{name.replace('_', ' ')} {show_option(value)}" for name, value in shown.items())
-    return f"{recording.provider}, {ranks} ({', '.join((f'{recording.layout} tokens', *options))})"
+    ranks = f"{size} rank{'s' * (size > 1)}"
+    return f"{setup.provider.name}, {ranks} ({', '.join((f'{setup.layout} tokens', *options))})"
 
 
 def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
@@ -121,7 +122,7 @@ def _draw_matrix(axes: Axes, recording: Recording, divided: bool) -> None:
 
 def _draw_time(axes: Axes, timed: Recording) -> None:
     """Working and idle ranks in each step; 1 on the axis is the mean work of a rank."""
-    mean, longest, start = timed.mean(), max(timed.critical_path(), 1.0), 0.0
+    size, mean, longest, start = len(timed.held), timed.mean(), max(timed.critical_path(), 1.0), 0.0
     for step, pairs in enumerate(zip(*timed.work(), strict=True)):
         length = max(pairs) / mean
         for rank, work in enumerate(pairs):
@@ -132,9 +133,9 @@ def _draw_time(axes: Axes, timed: Recording) -> None:
             axes.text(start + length / 2, -0.1, f"step {step}", ha="center", va="bottom", fontsize=canvas.POINTS)
         start += length
     axes.axvline(1.0, color=canvas.INK, linestyle=":", linewidth=1)
-    axes.text(start + 0.02, timed.size / 2, f"{start:.2f}", va="center", fontsize=12, fontweight="bold")
-    axes.set(xlim=(0, longest * 1.2), ylim=(timed.size, -0.9), yticks=[r + 0.5 for r in range(timed.size)])
-    axes.set_yticklabels([f"rank {r}" for r in range(timed.size)], fontsize=canvas.POINTS)
+    axes.text(start + 0.02, size / 2, f"{start:.2f}", va="center", fontsize=12, fontweight="bold")
+    axes.set(xlim=(0, longest * 1.2), ylim=(size, -0.9), yticks=[r + 0.5 for r in range(size)])
+    axes.set_yticklabels([f"rank {r}" for r in range(size)], fontsize=canvas.POINTS)
     canvas.plain(axes)
     title = f"Work in each step; grey: waits for the busiest\nrank. Busiest rank over mean: {timed.balance():.2f}"
     axes.set_title(title, fontsize=canvas.POINTS, loc="left")
