@@ -21,11 +21,10 @@ from cp_plugin.planner.training.model import LINEAR, model
 from cp_plugin.planner.training.parallel import problem
 from cp_plugin.planner.training.weights import attention
 from cp_plugin.testing.launch import run_ranks
-from cp_plugin.tools.examples.config import BASE, Experiment, examples, words
+from cp_plugin.tools.examples.config import BASE, experiment, load, names, words
 
 PAGE = Path(__file__).parents[2] / "docs" / "examples.md"
-EXAMPLES = {one.name: one for one in examples()}
-VARIANTS = [(name, variant) for name, one in EXAMPLES.items() for variant in one.variants]
+VARIANTS = [(name, variant) for name in names() for variant in load(name)]
 EACH = pytest.mark.parametrize(("name", "variant"), VARIANTS, ids=[f"{name}-{variant}" for name, variant in VARIANTS])
 LASP2, MEMORY = ("lasp2-64xa100", "without-recomputation"), (1048576, 2097152)
 type Read = dict[tuple[str, ...], tuple | ValueError]
@@ -56,10 +55,6 @@ def planned(read: Read, *key: str) -> tuple:
     result = read[key]
     assert not isinstance(result, ValueError), (key, result)
     return result
-
-
-def experiment(name: str, variant: str = BASE) -> Experiment:
-    return EXAMPLES[name].experiment(variant)
 
 
 @EACH

@@ -15,7 +15,7 @@ from processes import wait_until
 
 from cp_plugin.tools.examples import config
 from cp_plugin.tools.examples.cli import render
-from cp_plugin.tools.examples.config import Experiment, load, words
+from cp_plugin.tools.examples.config import Experiment, experiment, load, words
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAME = "attention2d-64xa100"
@@ -84,16 +84,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     for name in config.names():
         (folder / name).mkdir()
-        (folder / name / "train.sh").write_text(render(load(name).experiment()))
+        (folder / name / "train.sh").write_text(render(experiment(name)))
     return folder
 
 
 @pytest.mark.parametrize("name", config.names())
 def test_a_node_starts_its_ranks(name: str, tools: dict[str, str], tmp_path: Path) -> None:
     """The last length of some variants: torchrun's arguments, and the flags of the command."""
-    example = load(name)
-    for variant in example.variants[:3]:
-        of = example.experiment(variant)
+    for of in list(load(name).values())[:3]:
         cluster, length = of.cluster, of.lengths[-1]
         (tmp_path / "train.sh").write_text(render(of, length))
         chosen = {"NODE_RANK": str(cluster.nodes - 1), "MASTER_ADDR": "n0"}
@@ -198,7 +196,7 @@ def test_the_launcher_starts_the_ranks_of_the_example_that_is_named(tools: dict[
     started, env = recorded(tools, "srun")
     script = Path(tools["WORK"]) / "train-42.sh"
     assert started[-4:] == ["bash", str(script), "--lr", "1"] and "--kill-on-bad-exit=1" in started
-    assert script.read_text() == render(load(chosen[0]).experiment(chosen[1]), int(chosen[2]))
+    assert script.read_text() == render(experiment(*chosen[:2]), int(chosen[2]))
     values = [env[key] for key in ("MASTER_ADDR", "MASTER_PORT", "NNODES", "GPUS_PER_NODE", "CHECKPOINTS")]
     assert values == ["n7", "15042", "4", "8", f"{root}/out/burst-32xa100/checkpoints"]
     assert not (Path(root) / "requeued").exists()
@@ -208,8 +206,9 @@ def test_the_list_and_one_of_it() -> None:
     listed = cp_plugin("example")
     assert listed.exit_code == 0 and all(name in listed.output for name in config.names())
     for name in config.names():
-        example, shown, flags = load(name), cp_plugin("example", name), cp_plugin("example", name, "--print", "flags")
-        assert shown.exit_code == flags.exit_code == 0 and example.experiment().title in shown.output
-        assert all(variant in shown.output for variant in example.variants)
+        base = experiment(name)
+        shown, flags = cp_plugin("example", name), cp_plugin("example", name, "--print", "flags")
+        assert shown.exit_code == flags.exit_code == 0 and base.title in shown.output
+        assert all(variant in shown.output for variant in load(name))
         assert f"Next: cp-plugin example {name}" in shown.output and "--print sh" in shown.output
-        assert flags.output.split() == flags_of(example.experiment())
+        assert flags.output.split() == flags_of(base)

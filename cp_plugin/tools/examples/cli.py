@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from cp_plugin.tools import flags
-from cp_plugin.tools.examples.config import Example, Experiment, examples, load, words
+from cp_plugin.tools.examples.config import BASE, Experiment, experiment, load, names, words
 from cp_plugin.tools.output import new_console, print_lines, print_table
 
 Printed = StrEnum("Printed", ["sh", "flags"])
@@ -39,11 +39,11 @@ def example(
             if name is None:
                 print_examples(new_console())
             else:
-                print_example(new_console(), load(name))
+                print_example(new_console(), name)
             return
         if name is None:
             raise ValueError("NAME is missing: cp-plugin example shows all examples")
-        chosen = load(name).experiment(variant)
+        chosen = experiment(name, variant or BASE)
         if printed == Printed.flags:
             print("\n".join(shlex.join(line) for line in words(chosen.with_length(seq_length))))
         else:
@@ -52,15 +52,16 @@ def example(
 
 def print_examples(console: Console) -> None:
     rows = []
-    for one in examples():
-        base, others = one.experiment(), ", ".join(one.variants[1:])
-        rows.append(((one.name, str(base.devices), _provider(base), _lengths(base), others, base.title), ""))
+    for name in names():
+        base, *others = load(name).values()
+        variants = ", ".join(one.variant for one in others)
+        rows.append(((name, str(base.devices), _provider(base), _lengths(base), variants, base.title), ""))
     print_table(console, "Examples", ("name", "GPUs", "method", "tokens", "variants", "what"), rows)
     print_lines(console, "\nMore about one of them: cp-plugin example NAME")
 
 
-def print_example(console: Console, example: Example) -> None:
-    base, *others = every = [example.experiment(variant) for variant in example.variants]
+def print_example(console: Console, name: str) -> None:
+    base, *others = every = list(load(name).values())
     print_lines(console, f"{base.title} ({base.paper}{', ' + base.section if base.section else ''})\n")
     for paragraph in base.about.strip().split("\n\n"):
         print_lines(console, " ".join(paragraph.split()) + "\n")
@@ -69,7 +70,7 @@ def print_example(console: Console, example: Example) -> None:
     other = others[-1] if others else base
     print_lines(
         console,
-        f"\nNext: cp-plugin example {example.name} --print sh: the script for each node; --print flags: Megatron's "
+        f"\nNext: cp-plugin example {base.name} --print sh: the script for each node; --print flags: Megatron's "
         f"flags; of another variant or length: --variant {other.variant} --seq-length {other.lengths[-1]}",
     )
 

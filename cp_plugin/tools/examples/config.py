@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -91,27 +89,6 @@ class Experiment(_Strict):
         return {**self.flags, "seq-length": length, "max-position-embeddings": length}
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """An example's file: the base, and what each variant changes of it."""
-
-    name: str
-    base: dict[str, Any]
-    changes: dict[str, dict[str, Any]]
-
-    @property
-    def variants(self) -> list[str]:
-        """The base first."""
-        return list(self.changes)
-
-    def experiment(self, variant: str | None = None) -> Experiment:
-        """Apply a variant, whose sections are merged into the base's; ValueError for an unknown one."""
-        known = {name: (name, of) for name, of in self.changes.items()}
-        name, of = find(f"variant of {self.name}", variant or BASE, known)
-        merged = {key: {**self.base.get(key, {}), **value} for key, value in of.items() if isinstance(value, dict)}
-        return Experiment.model_validate({**self.base, **of, **merged, "name": self.name, "variant": name})
-
-
 def words(flags: Mapping[str, Value]) -> list[list[str]]:
     """The command-line words of each flag."""
     return [
@@ -124,12 +101,18 @@ def names() -> list[str]:
     return sorted(path.parent.name for path in FOLDER.glob(f"*/{FILE}"))
 
 
-def examples() -> Iterator[Example]:
-    return map(load, names())
-
-
-def load(name: str) -> Example:
-    """The example of that name; ValueError for an unknown one, with the nearest."""
+def load(name: str) -> dict[str, Experiment]:
+    """Variant -> experiment of the example of that name, the base first; ValueError for an unknown one, with the
+    nearest. A variant's sections are merged into the base's."""
     folder = find("example", name, {one: one for one in names()})
-    base = yaml_files.read(FOLDER / folder / FILE)
-    return Example(folder, base, {BASE: {}, **base.pop("variants", {})})
+    base = yaml_files.read(FOLDER / folder / FILE) | {"name": folder}
+    variants = {}
+    for variant, change in {BASE: {}, **base.pop("variants", {})}.items():
+        merged = {key: {**base.get(key, {}), **value} for key, value in change.items() if isinstance(value, dict)}
+        variants[variant] = Experiment.model_validate({**base, **change, **merged, "variant": variant})
+    return variants
+
+
+def experiment(name: str, variant: str = BASE) -> Experiment:
+    """A variant of an example; ValueError for an unknown one."""
+    return find(f"variant of {name}", variant, load(name))
