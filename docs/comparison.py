@@ -17,7 +17,7 @@ _REFUSED = "refused"
 
 
 def ratio_table(name: str) -> str:
-    """Bytes relative to a ring by number of ranks."""
+    """Compare bytes with a ring's by number of ranks."""
     rows = [(title, *(_ratio(name, size, kind) for size in SIZES)) for kind, title in _TITLES.items()]
     return markdown.table(("heads", *(f"{size} ranks" for size in SIZES)), rows)
 
@@ -35,14 +35,14 @@ def methods_table() -> str:
 
 
 def short_table() -> str:
-    """All providers: page and summary."""
+    """List all providers: page and summary."""
     names = [*providers.names(), "lasp2", "zeco"]
     rows = [(f"[`{name}`](methods/{name}.md)", providers.get(name).summary) for name in names]
     return markdown.table(("provider", "method"), rows)
 
 
 def head_axis_table() -> str:
-    """Providers with head axes of several sizes on 64 ranks."""
+    """Compare providers with head axes of several sizes on 64 ranks."""
     axes = (1, 2, 4, 8)
     same: dict[tuple[str, ...], list[str]] = {}
     for name in providers.names():

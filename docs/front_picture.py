@@ -42,7 +42,7 @@ def share(ranks: int, kv_heads: int) -> float:
 
 
 def _draw_grid(axes: Axes) -> None:
-    """All ranks; the row and the column of one of them."""
+    """Draw all ranks, and the row and the column of one of them."""
     row, column = 2, 5
     for i in range(SIDE):
         for j in range(SIDE):

@@ -34,7 +34,7 @@ def refused() -> str:
 
 
 def pages() -> dict[str, str]:
-    """Name of a page of the site -> its Markdown."""
+    """Return the name of a page of the site -> its Markdown."""
     intro = "The message begins with `--cp-provider NAME does not support` unless it is a sentence of its own."
     others = [group for group in RULES if group != "all"]
     texts = {

@@ -27,5 +27,5 @@ figures in view.
 
 
 def files() -> dict[Path, str]:
-    """The whole page."""
+    """Return the whole page."""
     return {PAGE: f"{_HEAD}\n{page(reproduce(data.NAMES))}\n"}

@@ -67,7 +67,7 @@ def provider_errors(
     kv_heads: int = 2,
     **options: Any,
 ) -> Errors:
-    """Errors of a provider."""
+    """Measure the errors of a provider."""
     problem, case = problem_of(ranks, dtype, kv_heads), _case(dtype, kv_heads)
     options |= {"grid": GRIDS[ranks]} if name == "attention2d" else {}
 
@@ -82,7 +82,7 @@ def provider_errors(
 
 
 def one_device(ranks: int, dtype: torch.dtype, kv_heads: int = 2) -> Errors:
-    """Errors of one kernel call: a ring of one rank."""
+    """Measure the errors of one kernel call: a ring of one rank."""
     return provider_errors(1, dtype, "ring", kv_heads=kv_heads)
 
 
@@ -103,7 +103,7 @@ def rows() -> Iterator[Row]:
 
 
 def table() -> str:
-    """In percent."""
+    """Return the table, in percent."""
     columns = [(dtype, ranks) for dtype in DTYPES for ranks in GRIDS]
     head = ["gradients of", "sums", *(f"{dtype_name(dtype)}, {n} ranks: dq, dk, dv" for dtype, n in columns)]
     lines = []

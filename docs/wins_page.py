@@ -64,14 +64,14 @@ shorter than it, shorter packs would need less context parallelism, or none, on 
 
 
 def files() -> dict[Path, str]:
-    """The whole page."""
+    """Return the whole page."""
     predicted = markdown.table(_TITLES, map(row, REGIMES))
     each = markdown.table(_SHAPES, map(shapes, REGIMES))
     return {PAGE: "\n".join([_HEAD + regimes.sentence(regimes.CANONICAL), _STOCK, predicted, _EACH, each, ""])}
 
 
 def row(regime: Regime) -> tuple[str, ...]:
-    """Of the table of predictions."""
+    """Return a row of the table of predictions."""
     each = apart(regime)
     providers = each.ours.provider, each.stock.provider
     return (
@@ -85,7 +85,7 @@ def row(regime: Regime) -> tuple[str, ...]:
 
 
 def shapes(regime: Regime) -> tuple[str, ...]:
-    """Of the table of each side's best shape."""
+    """Return a row of the table of each side's best shape."""
     best = apart(regime)
     providers = best.ours.provider, best.stock.provider
     return regime.name, verdict(best.ratio, *providers), _shaped(best.ours), _shaped(best.stock)

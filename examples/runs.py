@@ -99,7 +99,7 @@ def train(flags: Sequence[str], ranks: int, iterations: int, log: Path, *, quiet
 
 
 def read_log(text: str) -> list[Iteration]:
-    """The iterations of a training log, in order."""
+    """Read the iterations of a training log, in order."""
     return [Iteration(loss=float(m["loss"]), milliseconds=float(m["ms"])) for m in _LOSS.finditer(text)]
 
 
@@ -108,7 +108,7 @@ def difference(one: Iteration, many: Iteration) -> float:
 
 
 def largest(one: Sequence[Iteration], many: Sequence[Iteration]) -> float:
-    """The largest relative difference of two runs."""
+    """Return the largest relative difference of two runs."""
     return max(map(difference, one, many))
 
 

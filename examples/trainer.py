@@ -88,7 +88,7 @@ def train(args: argparse.Namespace, cp: ContextParallel, rows: int) -> list[floa
 
 
 def alone(args: argparse.Namespace) -> list[float]:
-    """The same on one rank, with as many rows in a batch."""
+    """Train on one rank, with as many rows in a batch."""
     return train(args, ContextParallel("ring"), args.ranks)
 
 

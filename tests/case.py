@@ -80,7 +80,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The table, with all combinations, each once."""
+    """Read the table, with all combinations, each once."""
     table = tomllib.loads(Path(__file__).with_name("cases.toml").read_text())
     words: dict[str, str] = {}
     for name, text in table["words"].items():

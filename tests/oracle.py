@@ -162,7 +162,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def assert_close(got: Result, want: Result, limits: Result | float, what: object) -> None:
-    """Every field within its relative error limit."""
+    """Require every field to be within its relative error limit."""
     for i, name in enumerate(Result._fields[: len(want) - (want.dsink is None)]):
         limit = limits if isinstance(limits, float) else float(limits[i])
         assert got[i].shape == want[i].shape, f"{what}: {name} has shape {got[i].shape}, not {want[i].shape}"
@@ -171,7 +171,7 @@ def assert_close(got: Result, want: Result, limits: Result | float, what: object
 
 
 def errors(got: Result, want: Result) -> list[float]:
-    """The relative error of each field."""
+    """Return the relative error of each field."""
     return [relative_error(a, b) for a, b in zip(got, want, strict=True) if b is not None]
 
 

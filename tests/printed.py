@@ -41,7 +41,7 @@ class Printed:
 
 
 def pages() -> list[Path]:
-    """All Markdown files; the README first."""
+    """List all Markdown files; the README first."""
     patterns = (
         "README.md",
         "*.md",
@@ -52,7 +52,7 @@ def pages() -> list[Path]:
 
 @cache
 def fenced() -> list[Printed]:
-    """All commands in fenced blocks, each once."""
+    """Read all commands in fenced blocks, each once."""
     return _once(command for page in pages() for command in read_fences(page.read_text(), _name(page)))
 
 
@@ -63,7 +63,7 @@ def inline() -> list[Printed]:
 
 
 def read_fences(markdown: str, page: str) -> Iterator[Printed]:
-    """The commands of a page's fenced blocks."""
+    """Read the commands of a page's fenced blocks."""
     for block in _FENCE.finditer(markdown):
         language, body = block["language"], _PLACEHOLDER.sub(FLAGS, block["body"])
         if language in _SHELL and body.startswith("#!"):
@@ -85,7 +85,7 @@ def _once(commands: Iterable[Printed]) -> list[Printed]:
 
 
 def _commands(line: str) -> Iterator[str]:
-    """The commands of a line, without comments and redirections."""
+    """Split a line into its commands, without comments and redirections."""
     words: list[str] = []
     for word in [*shlex.split(line, comments=True), "&&"]:
         if word != "&&":

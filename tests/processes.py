@@ -17,7 +17,7 @@ def wait_until(condition: Callable[[], object], limit: float = 60.0) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs and is not a zombie."""
+    """Return True if a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

@@ -131,7 +131,7 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
 
 
 def versions_table() -> str:
-    """Refusals by version of megatron-core, in Markdown."""
+    """Return refusals by version of megatron-core, in Markdown."""
     rows = {name: [_refused_in(version, args) for version in VERSIONS] for name, args in _MODELS.items()}
     return _with_reasons(["", *VERSIONS], rows)
 

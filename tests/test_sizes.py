@@ -21,7 +21,7 @@ Sizes = dict[str, dict[str, int]]
 
 
 def measured() -> Sizes:
-    """Files of Python and shell and their lines, by room."""
+    """Count files of Python and shell and their lines, by room."""
     tracked = subprocess.run(["git", "ls-files", "-z", "*.py", "*.sh"], cwd=ROOT, capture_output=True, check=True)
     rooms: Sizes = defaultdict(lambda: {"files": 0, "lines": 0})
     for name in filter(None, tracked.stdout.decode().split("\0")):
@@ -34,7 +34,7 @@ def measured() -> Sizes:
 
 
 def sum_by_top(rooms: Sizes) -> dict[str, int]:
-    """Lines by top folder."""
+    """Sum the lines by top folder."""
     lines: dict[str, int] = defaultdict(int)
     for room, size in rooms.items():
         lines[room.split("/")[0]] += size["lines"]
@@ -42,7 +42,7 @@ def sum_by_top(rooms: Sizes) -> dict[str, int]:
 
 
 def too_large(rooms: Sizes, limits: Sizes) -> list[str]:
-    """A line for each room above its limits."""
+    """Return a line for each room above its limits."""
     none = {"files": 0, "lines": 0}
     return [
         f"{room}: {size[what]} {what}, {limits.get(room, none)[what]} allowed"

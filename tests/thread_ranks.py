@@ -44,7 +44,7 @@ def run_on_shards(cp: ContextParallel, case: Case, *, recompute: bool = False) -
 
 
 def typical(case: Case, size: int) -> Problem:
-    """The call's problem, on so many ranks."""
+    """Return the call's problem, on so many ranks."""
     same = ("heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "causal", "window", "sink")
     documents = bool(case.documents or case.tree[0])
     return Problem(size=size, documents=documents, **{name: getattr(case, name) for name in same})
@@ -59,7 +59,7 @@ def run_on_threads(
     within: Callable[[], AbstractContextManager[object]] = nullcontext,
     **options: Any,
 ) -> list[Result]:
-    """within: entered by every rank around its call."""
+    """Attend on ranks that are threads; within: entered by every rank around its call."""
     settled = providers.settle(provider, typical(problem, size), Options(**options))
 
     def rank(mesh: Mesh) -> Result:

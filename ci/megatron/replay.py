@@ -137,7 +137,7 @@ def chosen(repo: Path, since: str | None, every: int, commits: Sequence[str]) ->
 
 
 def git(repo: Path, *words: str) -> str:
-    """What git prints; its error ends the program."""
+    """Return what git prints; its error ends the program."""
     done = subprocess.run(["git", "-C", str(repo), *words], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"replay.py: {done.stderr.strip()}")
@@ -176,7 +176,7 @@ def examine(repo: Path, commit: str, kinds: Sequence[str]) -> Entry:
 
 
 def run(tree: Path, name: str, kind: str) -> Result:
-    """The result of one case, in a process of its own."""
+    """Run one case in a process of its own."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__)), "case", str(tree), name, kind]
     paths = filter(None, map(str, (tree, ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH", ""))))
     world = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -201,7 +201,7 @@ def contracts(tree: Path) -> list[dict[str, str]]:
 
 
 def version_of(tree: Path) -> str:
-    """What the tree calls itself."""
+    """Read the version of a tree."""
     text = (tree / VERSION).read_text(encoding="utf-8")
     values = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)['\"]?$", text, re.MULTILINE))
     return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values['PRE_RELEASE']}"

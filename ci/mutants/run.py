@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
 
 
 def load() -> dict[str, Mutant]:
-    """All mutants by name."""
+    """Read all mutants, by name."""
     listed = tomllib.loads((HERE / "mutants.toml").read_text())["mutant"]
     return {entry["name"]: Mutant(**entry) for entry in listed}
 

@@ -46,7 +46,7 @@ class Judge:
         self._further = matrix.seeds[:seeds]
 
     def judge(self, case: Case) -> Verdict:
-        """Does not raise for a training's failure."""
+        """Train and compare a case; a training run that fails is its note, and raises nothing."""
         verdict = Verdict(case=case)
         expected = self._matrix.refusal(case)
         try:
@@ -111,12 +111,12 @@ class Judge:
 
 
 def allowed(gap: Gap) -> Gap:
-    """The plugin's limit if this is upstream's gap."""
+    """Return the plugin's limit if this is upstream's gap."""
     return Gap(max(MARGIN * gap.loss, ROUNDING), max(MARGIN * gap.norm, ROUNDING), MARGIN * gap.grad)
 
 
 def raise_limit(limit: Gap, other: Gap) -> Gap:
-    """The limit, with loss and norm raised to ``other``'s."""
+    """Return the limit with loss and norm raised to ``other``'s."""
     return limit._replace(loss=max(limit.loss, other.loss), norm=max(limit.norm, other.norm))
 
 

@@ -43,7 +43,7 @@ class Runner:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def once(self, training: Training) -> list[Record]:
-        """The records of all ranks, not cached. Raises Failed."""
+        """Train, and return the records of all ranks without caching them. Raises Failed."""
         return self._forked(training) if self._launcher == "forked" else self._launched(training)
 
     def run(self, training: Training) -> list[Record]:
@@ -91,7 +91,7 @@ class Runner:
         return [Record(**torch.load(file, weights_only=True)) for file in files]
 
     def command(self, training: Training, folder: Path) -> list[str]:
-        """The command line that starts all ranks."""
+        """Return the command line that starts all ranks."""
         start = [word.format(ranks=training.ranks) for word in COMMANDS[self._launcher]]
         return [*start, str(_PROGRAM), str(folder), json.dumps(asdict(training)), self._script or ""]
 

@@ -137,7 +137,7 @@ class Matrix(_Strict):
         return list(selected.values())
 
     def refusal(self, case: Case) -> str | None:
-        """Part of the plugin's refusal, or None if it must train."""
+        """Return part of the plugin's refusal, or None if it must train."""
         for feature in (self.models[case.model].feature, self.masks[case.mask].feature):
             denied = {f.name: support.cells(f) for f in support.FEATURES if f.name == feature}
             if feature is not None and denied[feature][case.provider] is not None:
@@ -169,7 +169,7 @@ class Matrix(_Strict):
         return {f"TE {k}": self._training("upstream", ranks, case, device, f"{cp} {f}") for k, f in flags.items()}
 
     def no_upstream(self, case: Case, device: Device) -> str | None:
-        """Why upstream cannot run it, or None."""
+        """Return why upstream cannot run it, or None."""
         if self.linear(case) is not None:
             return "no linear attention"
         model, mask = self.models[case.model], self.masks[case.mask]
@@ -229,5 +229,5 @@ class Matrix(_Strict):
 
 
 def load(file: Path = FILE) -> Matrix:
-    """Raises pydantic's ValidationError for an invalid file."""
+    """Read the file; pydantic's ValidationError for an invalid one."""
     return Matrix.model_validate(tomllib.loads(file.read_text()))

@@ -123,7 +123,7 @@ def _report(verdicts: Sequence[Verdict], facts: Sequence[str], device: Device, o
 
 
 def _numbers(gap: Gap | None, limit: Gap | None = None) -> tuple[str, ...]:
-    """With the share of the limit, if there is one."""
+    """Show the differences, with their share of the limit if there is one."""
     if gap is None:
         return "", "", ""
     pairs = zip(gap[:3], (0, 0, 0) if limit is None else limit[:3], strict=True)
@@ -131,7 +131,7 @@ def _numbers(gap: Gap | None, limit: Gap | None = None) -> tuple[str, ...]:
 
 
 def _notes(verdicts: Sequence[Verdict]) -> list[str]:
-    """Explanations of single cases, each once."""
+    """Return the explanations of single cases, each once."""
     said: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
         if verdict.note:
@@ -148,7 +148,7 @@ def write_json(verdicts: Sequence[Verdict], facts: Sequence[str], file: Path) ->
 
 
 def _as_json(value: Any) -> Any:
-    """The same with each gap as a dictionary."""
+    """Turn each gap in a value into a dictionary."""
     if isinstance(value, Gap):
         return value._asdict()
     if isinstance(value, dict):

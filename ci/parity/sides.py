@@ -38,7 +38,7 @@ class Training:
     """Modules of ``tests`` and ``tests/megatron`` whose ``install`` replaces CUDA kernels by torch."""
 
     def seeded(self, seed: int) -> Training:
-        """The same with another seed than Megatron's default, 1234."""
+        """Return the same with another seed than Megatron's default, 1234."""
         return replace(self, flags=f"{self.flags} --seed {seed}")
 
 
@@ -81,7 +81,7 @@ def train(training: Training, script: str | None = None, log: Path | None = None
 
 
 def output(log: Path, rank: int) -> Path:
-    """Where a rank's output goes."""
+    """Return the file for a rank's output."""
     return log.with_suffix(f".{rank}.log") if rank else log
 
 
@@ -97,7 +97,7 @@ def _redirect(file: Path) -> None:
 
 
 def main(folder: str, training: str, script: str = "") -> None:
-    """A rank started by torchrun or srun; training: as JSON."""
+    """Train as a rank started by torchrun or srun; training: as JSON."""
     record = train(Training(**json.loads(training)), script or None)
     torch.save(asdict(record), record_file(Path(folder), int(os.environ["RANK"])))
 

@@ -66,7 +66,7 @@ def compare(
 
 
 def lines(counts: Mapping[str, Counts]) -> str:
-    """JSON with a line per entry."""
+    """Write JSON with a line per entry."""
     return (
         "{\n" + ",\n".join(f"{json.dumps(entry)}: {json.dumps(numbers)}" for entry, numbers in counts.items()) + "\n}"
     )

@@ -37,12 +37,12 @@ class Result:
     placed: list[Placement]
 
     def bytes(self, placements: list[Placement]) -> list[float]:
-        """Keys of the busiest rank over a ring's."""
+        """Return the keys of the busiest rank over a ring's."""
         return [p.most / (p.seq_length - p.seq_length // p.size) for p in placements]
 
 
 def zigzag(lengths: tuple[int, ...], size: int) -> Placement:
-    """The placement of zigzag over the whole pack."""
+    """Place the tokens as zigzag over the whole pack does."""
     mask = Mask(None, 0, tuple(accumulate(lengths, initial=0)))
     pieces = [
         (d, s.start + part.start - mask.documents[d], s.start + part.stop - mask.documents[d], rank)
@@ -54,7 +54,7 @@ def zigzag(lengths: tuple[int, ...], size: int) -> Placement:
 
 
 def measured(packs: int) -> Iterator[Result]:
-    """Results of every kind on 8 and on 64 ranks."""
+    """Place packs of every kind on 8 and on 64 ranks."""
     for kind, drawn in LENGTHS.items():
         for size in (8, 64):
             lengths = [drawn.pack(TOKENS * size, seed) for seed in range(packs)]

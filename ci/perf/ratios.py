@@ -68,7 +68,7 @@ def compare_on_two_ranks(name: str, baseline: str, ours: str, wanted: float, rou
 
 
 def overhead(dtype: torch.dtype, rounds: int) -> Ratio:
-    """Of plain attention over a provider's on one rank."""
+    """Compare plain attention with a provider's on one rank."""
     problem = replace(TWO, size=1, kv_heads=1, dtype=dtype)
     setup = settled(providers.get("ring"), problem, Options())
     provided = Provided(ContextParallel(setup, group=None), setup, problem)

@@ -52,7 +52,7 @@ PRODUCT = re.compile(r"(?:[A-Z]*MMA)(?:\.\w+)?")
 
 
 def count(gpus: tuple[int, ...] = GPUS, only: str = "") -> dict[str, Counts]:
-    """``sm_GPU, case, call: kernel`` -> counts."""
+    """Return ``sm_GPU, case, call: kernel`` -> counts."""
     counted: dict[str, Counts] = {}
     for gpu in gpus:
         for case, calls in CASES.items():
@@ -92,7 +92,7 @@ def counts(launch: Launch, gpu: int) -> dict[str, int]:
 
 
 def disassembled(cubin: bytes) -> str:
-    """SASS, an instruction per line."""
+    """Return SASS, an instruction per line."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -101,7 +101,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 def selected(counted: Mapping[str, Counts], gpus: tuple[int, ...], only: str) -> dict[str, Counts]:
-    """Those of these GPUs and cases."""
+    """Select the counts of these GPUs and cases."""
     parts = {key: key.split(", ") for key in counted}
     return {key: counted[key] for key, (gpu, case, *_) in parts.items() if int(gpu[3:]) in gpus and only in case}
 
@@ -114,7 +114,7 @@ def write(file: Path, now: Mapping[str, Counts]) -> None:
 
 
 def show(counted: Mapping[str, Counts]) -> None:
-    """A row per kernel."""
+    """Print a row per kernel."""
     always, rows = ("registers", "spilled", "shared", "instructions", "LDGSTS"), []
     for key, numbers in counted.items():
         others = ", ".join(f"{n} x {name}" for name, n in numbers.items() if name not in always)

@@ -88,7 +88,7 @@ def show(console: Console, *, everything: bool) -> bool:
 
 
 def library_checks() -> list[Fact]:
-    """All libraries that the plugin can use, required ones first."""
+    """Check all libraries that the plugin can use, required ones first."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     shown = f"{torch.__version__}, {devices} CUDA device{'' if devices == 1 else 's'}"
     torch_works, megatron = torch_supported(torch.__version__), _version("megatron-core")
@@ -181,7 +181,7 @@ def examine(folder: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def stops(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The symbols for which a run would not start."""
+    """Return the symbols for which a run would not start."""
     return [one for one in report["symbols"] if one["state"] == "broken" and one["needed"]]
 
 

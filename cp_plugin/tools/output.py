@@ -30,7 +30,7 @@ _UNBROKEN = "\xa0"
 
 
 def new_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """The console of a command."""
+    """Make the console of a command."""
     return Console(stderr=stderr, quiet=quiet, width=shutil.get_terminal_size((WIDTH, 24)).columns)
 
 

@@ -70,7 +70,7 @@ class _Request(NamedTuple):
 
     @property
     def needs(self) -> int:
-        """Devices of one data-parallel replica."""
+        """Count the devices of one data-parallel replica."""
         if not self.megatron:
             return math.prod(size or 1 for size in (self.fixed.tensor, self.fixed.pipeline, self.fixed.context))
         from cp_plugin.megatron.flags.args import peek
@@ -252,7 +252,7 @@ def _explained(request: _Request, provider: str | None, options: Options, as_jso
 
 
 def _chosen(query: Query) -> Setup:
-    """The planner's choice among our methods."""
+    """Return the planner's choice among our methods."""
     answer = search.answer(query)
     best = next((p for p in answer.methods if not p.candidate.upstream), answer.best)
     why = (

@@ -32,7 +32,7 @@ NOT_SEARCHED = (
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """A row per method, the flags to paste, and the reasons."""
+    """Print a row per method, the flags to paste, and the reasons."""
     best, shape = plan.best, plan.best.parallel
     title = f"{plan.query.model.name}, {shape.seq_length:,} tokens, {shape.devices} x {plan.query.cluster.device.name}"
     print_lines(console, f"{title} ({plan.query.cluster.name}), batch {shape.global_batch}: predicted")
@@ -132,7 +132,7 @@ def why(plan: Plan) -> Iterator[str]:
 
 
 def _not_shown(plan: Plan) -> Iterator[str]:
-    """The methods without a row, and why."""
+    """Name the methods without a row, and why."""
     if large := [p.candidate.name for p in plan.methods if not plan.fits(p)]:
         yield f"does not fit {show_bytes(plan.query.memory)}: {', '.join(large)}"
     if plan.lost:
@@ -145,7 +145,7 @@ def _not_shown(plan: Plan) -> Iterator[str]:
 
 
 def flags(priced: Priced) -> str:
-    """The flags for Megatron's command line."""
+    """Return the flags for Megatron's command line."""
     p = priced.parallel
     axes = f"--tensor-model-parallel-size {p.tensor} --pipeline-model-parallel-size {p.pipeline} "
     axes += f"--context-parallel-size {p.context}"
@@ -160,7 +160,7 @@ def flags(priced: Priced) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """SI units."""
+    """Return all figures, in SI units."""
     return {
         "model": plan.query.model.name,
         "documents": list(plan.best.parallel.documents),
@@ -309,7 +309,7 @@ def _time_rows(e: Explanation) -> Iterator[Cells]:
 
 
 def explained_as_json(e: Explanation) -> dict[str, Any]:
-    """Seconds and bytes."""
+    """Return all figures, in seconds and bytes."""
     setup = e.timeline.setup
     return {
         "model": e.model.name,

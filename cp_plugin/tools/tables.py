@@ -20,7 +20,7 @@ from cp_plugin.tools.output import Cells, print_lines, print_table
 
 
 def print_traffic(console: Console, problem: Problem, rows: Sequence[Row]) -> None:
-    """A row per setup."""
+    """Print a row per setup."""
     columns = ("provider", "chosen", "forward", "backward", "total", "of ring's bytes", "note")
     lines: list[tuple[Cells, str]] = []
     for row in rows:
@@ -70,7 +70,7 @@ def _verdict(setup: Setup, result: Result | None) -> tuple[Cells, str]:
 
 
 def traffic_as_json(problem: Problem, rows: Sequence[Row]) -> dict[str, Any]:
-    """Bytes; ``by_axis``: of the busiest rank."""
+    """Return all bytes; ``by_axis``: of the busiest rank."""
     entries = []
     for row in rows:
         entry = _setup_as_json(row.setup)
@@ -106,7 +106,7 @@ def settings(setup: Setup) -> str:
 
 
 def describe(problem: Problem) -> str:
-    """Ranks, tokens, heads, dtype and mask."""
+    """Show ranks, tokens, heads, dtype and mask."""
     sizes = " and ".join(map(str, dict.fromkeys((problem.head_dim, problem.v_head_dim))))
     return (
         f"{problem.size} ranks, {problem.seq_length} tokens, batch {problem.batch}, heads {problem.heads}:"
@@ -133,6 +133,6 @@ def _setup_as_json(setup: Setup) -> dict[str, Any]:
 
 
 def problem_as_json(problem: Problem) -> dict[str, Any]:
-    """All fields except a custom placement."""
+    """Return all fields except a custom placement."""
     fields = asdict(replace(problem, placed=None))
     return {name: value for name, value in fields.items() if name != "placed"} | {"dtype": dtype_name(problem.dtype)}

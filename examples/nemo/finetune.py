@@ -101,7 +101,7 @@ def make(folder: Path) -> None:
 
 
 def train(words: list[str]) -> None:
-    """One rank."""
+    """Train as one rank."""
     from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.gpt_step import forward_step
 

@@ -63,7 +63,7 @@ def recipe(args: argparse.Namespace) -> Any:
 
 
 def train(words: list[str]) -> None:
-    """One rank."""
+    """Train as one rank."""
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("pretrain.py")
 
 
 def options() -> argparse.Namespace:
-    """The command line; words after ``--`` are for pretrain.py."""
+    """Parse the command line; words after ``--`` are for pretrain.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--per-node", type=int, default=8, help="GPUs, and ranks, of a node")
@@ -30,7 +30,7 @@ def options() -> argparse.Namespace:
 
 
 def executor(run: Any, args: argparse.Namespace) -> Any:
-    """The executor: torchrun starts a rank per GPU."""
+    """Make the executor: torchrun starts a rank per GPU."""
     per_node = {"nodes": args.nodes, "ntasks_per_node": args.per_node, "launcher": "torchrun"}
     if args.account is None:
         return run.LocalExecutor(**per_node)

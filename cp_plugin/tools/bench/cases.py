@@ -68,7 +68,7 @@ class Lengths:
     same: int = 65_536
 
     def pack(self, tokens: int, seed: int = 0) -> tuple[int, ...]:
-        """Documents that fill a pack; the last one is truncated."""
+        """Draw documents that fill a pack; the last one is truncated."""
         rng = np.random.default_rng(seed)
         lengths: list[int] = []
         while (room := tokens - sum(lengths)) > 0:

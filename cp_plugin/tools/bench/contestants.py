@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def provided(self) -> bool:
-        """True if it is one of this project's providers."""
+        """Return True for one of this project's providers."""
         return self.name not in PEERS
 
     @property
@@ -198,7 +198,7 @@ def share(problem: Problem, setup: Setup | None, device: torch.device) -> Share:
 
 
 def random_parts(problem: Problem, tokens: int, device: torch.device) -> Inputs:
-    """Random inputs of this many tokens."""
+    """Draw random inputs of this many tokens."""
     like = shapes(problem, tokens)
     q, k, v, dout = (torch.randn_like(x, device=device) for x in like[:4])
     decay = None if like.log_decay is None else -torch.rand_like(like.log_decay, device=device, dtype=torch.float32)

@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def wrong(self) -> bool:
-        """True if an error is above its limit."""
+        """Return True if an error is above its limit."""
         return any(not error <= self.allowed[name] for name, error in self.errors.items())
 
     def as_json(self, p: Problem) -> dict[str, Any]:
@@ -120,12 +120,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Something was timed, and nothing was wrong."""
+        """Return True if something was timed, and nothing was wrong."""
         return any(m.taken for m in self._measured) and not any(m.wrong for m in self._measured)
 
     @property
     def verdict(self) -> str:
-        """How many were timed, wrong, and refused."""
+        """Say how many were timed, wrong, and refused."""
         every = self._measured
         wrong, refused = sum(m.wrong for m in every), sum(m.cannot is not None for m in every)
         parts = [f"{sum(m.taken is not None for m in every)} of {len(every)} timed"]
@@ -134,7 +134,7 @@ class Report:
         return "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """The conditions, and of every case all contestants."""
+        """Return the conditions, and all contestants of every case."""
         return {
             "ok": self.ok,
             "torch": torch.__version__,
@@ -156,7 +156,7 @@ class Report:
         }
 
     def print(self, console: Console) -> None:
-        """A table for each case."""
+        """Print a table for each case."""
         for of in self.results:
             rows = [_cells(m.as_json(of.problem)) for m in of.measured]
             title = f"{mask_name(of.problem)} on {self.device}, {self.rounds} rounds: {describe(of.problem)}"
@@ -198,7 +198,7 @@ class Processors:
         self._start, self._busy = time.monotonic(), _others()
 
     def others(self) -> float:
-        """The share of processor time that other programs used."""
+        """Return the share of processor time that other programs used."""
         whole = (time.monotonic() - self._start) * (os.cpu_count() or 1)
         return max(0.0, _others() - self._busy) / whole
 

@@ -120,7 +120,7 @@ class Rank:
         return [fields | timed.get(m.entry, {}) for m, fields in checked]
 
     def _checked(self, one: Measured, case: oracle.Case) -> dict[str, Any]:
-        """A contestant's errors on the short case."""
+        """Measure a contestant's errors on the short case."""
         self._status.update(f"checking {one.entry}")
         try:
             contestant = self.start(one, case.problem)
@@ -137,7 +137,7 @@ class Rank:
         }
 
     def timed(self, problem: Problem, right: Sequence[Measured]) -> list[dict[str, Any]]:
-        """Bytes, times and ideal of each contestant."""
+        """Measure bytes, times and ideal of each contestant."""
         tokens = problem.seq_length // problem.size
         contestants = [self.start(one, problem) for one in right]
         calls: list[clock.Call] = []

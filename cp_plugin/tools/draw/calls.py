@@ -57,7 +57,7 @@ class Recording:
         return self.setup.problem.seq_length
 
     def work(self) -> list[list[int]]:
-        """``work[rank][step]``: visible pairs of all heads."""
+        """Return ``work[rank][step]``: visible pairs of all heads."""
         steps = 1 + max(call.step for call in self.calls)
         pairs = [[0] * steps for _ in self.held]
         for call in self.calls:
@@ -65,7 +65,7 @@ class Recording:
         return pairs
 
     def mean(self) -> float:
-        """The work of a rank under perfect balance."""
+        """Return the work of a rank under perfect balance."""
         return sum(map(sum, self.work())) / len(self.held)
 
     def balance(self) -> float:
@@ -82,7 +82,7 @@ class Recording:
         return [at[position] for position in range(self.seq_length)]
 
     def seen(self, query: int) -> range:
-        """The keys that a query sees."""
+        """Return the keys that a query sees."""
         return range(*(int(end) for end in self.mask.interval(torch.tensor([query]), self.seq_length)))
 
     def fetched(self) -> list[set[int]]:
@@ -93,7 +93,7 @@ class Recording:
         return [keys - set(held.tolist()) for keys, held in zip(arrived, self.held, strict=True)]
 
     def ranks_of(self, head: int) -> tuple[int, ...]:
-        """The ranks that compute some of a query head."""
+        """Return the ranks that compute some of a query head."""
         return tuple(sorted({call.rank for call in self.calls if head in call.heads}))
 
 
@@ -150,7 +150,7 @@ def _call(rank: int, before: Sequence[Call], q: Tensor, k: Tensor, mask: Mask) -
 
 
 def visible(mask: Mask, queries: Tensor, keys: Tensor) -> int:
-    """Visible pairs of queries and keys at these positions."""
+    """Count visible pairs of queries and keys at these positions."""
     first, last = mask.interval(queries, 1 + int(torch.cat((queries, keys)).max()))
     before, after = (torch.searchsorted(keys.sort().values, end) for end in (first, last))
     return int((after - before).sum())

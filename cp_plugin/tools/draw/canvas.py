@@ -86,7 +86,7 @@ def ink_on(colour: tuple[float, float, float]) -> str:
 
 
 def box(x: float, y: float, width: float, height: float, colour: str | Colour, line: str = "none") -> Rectangle:
-    """A filled rectangle."""
+    """Make a filled rectangle."""
     from matplotlib.patches import Rectangle
 
     return Rectangle((x, y), width, height, facecolor=colour, edgecolor=line, linewidth=0.5)
@@ -104,7 +104,7 @@ def fill(axes: Axes, boxes: Sequence[Box], colour: str | tuple[float, float, flo
 
 
 def plain(axes: Axes) -> None:
-    """No frame and no tick marks."""
+    """Remove the frame and the tick marks."""
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
 

@@ -143,7 +143,7 @@ def _draw_time(axes: Axes, timed: Recording) -> None:
 
 
 def _runs(increasing: Sequence[int]) -> Iterator[range]:
-    """Increasing integers as maximal runs of neighbours."""
+    """Split increasing integers into maximal runs of neighbours."""
     start = 0
     for end in range(1, len(increasing) + 1):
         if end == len(increasing) or increasing[end] != increasing[end - 1] + 1:

@@ -90,7 +90,7 @@ class Experiment(_Strict):
 
 
 def words(flags: Mapping[str, Value]) -> list[list[str]]:
-    """The command-line words of each flag."""
+    """Return the command-line words of each flag."""
     return [
         [f"--{flag}", *(() if value is True else map(str, value if isinstance(value, list) else [value]))]
         for flag, value in flags.items()
@@ -114,5 +114,5 @@ def load(name: str) -> dict[str, Experiment]:
 
 
 def experiment(name: str, variant: str = BASE) -> Experiment:
-    """A variant of an example; ValueError for an unknown one."""
+    """Return a variant of an example; ValueError for an unknown one."""
     return find(f"variant of {name}", variant, load(name))
