@@ -124,7 +124,3 @@ def _program(
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-if __name__ == "__main__":
-    app()
