@@ -62,46 +62,42 @@ class Decoder(nn.Module):
         return scaled_dot_product_attention(*whole, is_causal=True).permute(2, 0, 1, 3)
 
 
-class Plain:
-    """The decoder above."""
-
-    def __init__(self, cp: ContextParallel | None, args: argparse.Namespace) -> None:
-        self.cp, self.model = cp, Decoder(cp)
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """This rank's share of the mean loss of a batch ``[b, s]``, which is the same on all ranks."""
-        tokens, labels = batch.t(), pad(batch[:, 1:], (0, 1), value=-100).t()  # shifted over the whole sequence
-        positions = torch.arange(len(tokens))
-        if self.cp is not None:
-            tokens, labels, positions = self.cp.shard(tokens), self.cp.shard(labels), self.cp.positions(len(tokens))
-        return model(tokens, positions, labels) / batch[:, 1:].numel()
+def build(args: argparse.Namespace, cp: ContextParallel | None) -> nn.Module:
+    """The decoder above, or a causal language model of Hugging Face transformers."""
+    if args.model == "torch":
+        return Decoder(cp)
+    model = model_of(args).to(args.device, getattr(torch, args.dtype))
+    if cp is not None:
+        huggingface.apply(model, cp)
+    return model
 
 
-class Transformers:
-    """A causal language model of Hugging Face transformers."""
+def plain_loss(model: nn.Module, cp: ContextParallel | None, batch: Tensor) -> Tensor:
+    """This rank's share of the decoder's mean loss of a batch ``[b, s]``, which is the same on all ranks."""
+    tokens, labels = batch.t(), pad(batch[:, 1:], (0, 1), value=-100).t()  # shifted over the whole sequence
+    positions = torch.arange(len(tokens))
+    if cp is not None:
+        tokens, labels, positions = cp.shard(tokens), cp.shard(labels), cp.positions(len(tokens))
+    return model(tokens, positions, labels) / batch[:, 1:].numel()
 
-    def __init__(self, cp: ContextParallel | None, args: argparse.Namespace) -> None:
-        self.cp, self.model = cp, model_of(args).to(args.device, getattr(torch, args.dtype))
-        if cp is not None:
-            huggingface.apply(self.model, cp)
 
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """This rank's share of the mean loss of a batch ``[b, s]``, which is the same on all ranks."""
-        inputs = {"input_ids": batch, "labels": batch} if self.cp is None else huggingface.shard(self.cp, batch)
-        return model(**inputs, use_cache=False).loss
+def transformers_loss(model: nn.Module, cp: ContextParallel | None, batch: Tensor) -> Tensor:
+    """Return the same for a model of transformers."""
+    inputs = {"input_ids": batch, "labels": batch} if cp is None else huggingface.shard(cp, batch)
+    return model(**inputs, use_cache=False).loss
 
 
 def train(args: argparse.Namespace, batches: Tensor, cp: ContextParallel | None) -> list[float]:
-    """The loss of every step."""
+    """Train, and return the loss of every step."""
     torch.manual_seed(1234)
-    route = (Plain if args.model == "torch" else Transformers)(cp, args)
-    model = route.model.to(args.device, getattr(torch, args.dtype)).train()
+    model = build(args, cp).to(args.device, getattr(torch, args.dtype)).train()
+    share_of_loss = plain_loss if args.model == "torch" else transformers_loss
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     ranks = 1 if cp is None else cp.size
     divided = model if cp is None else DistributedDataParallel(model)
     losses = []
     for batch in batches.to(args.device):
-        loss = route.loss(divided, batch)
+        loss = share_of_loss(divided, cp, batch)
         (loss * ranks).backward()  # DistributedDataParallel averages the ranks' gradients; we need their sum
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -81,7 +81,7 @@ def test_finetuning(
 @pytest.mark.parametrize(
     "right, wrong",
     [
-        ("self.cp.positions(len(tokens))", "torch.arange(len(tokens) // self.cp.size)"),
+        ("cp.positions(len(tokens))", "torch.arange(len(tokens) // cp.size)"),
         ("self.cp.attention(q, k, v, causal=True)", "self.cp.attention(q, k, v, causal=False)"),
         ("(loss * ranks).backward()", "loss.backward()"),
     ],
