@@ -81,7 +81,8 @@ class Judge:
         exact = matrix.exact(case, device)
         if exact is not None:
             verdict.cost = cost(stock, self._runner.run(matrix.stock(exact, device)))
-            verdict.limit = raise_limit(verdict.limit, allowed(verdict.cost))
+            limit, rounded = verdict.limit, allowed(verdict.cost)
+            verdict.limit = limit._replace(loss=max(limit.loss, rounded.loss), norm=max(limit.norm, rounded.norm))
         verdict.plugin = gap(self._runner.once(matrix.plugin(case, device)), stock)
         verdict.result = "PASS" if verdict.plugin.fits(verdict.limit) else "FAIL"
         reason = matrix.no_upstream(case, device) or matrix.models[case.model].wrong
@@ -113,11 +114,6 @@ class Judge:
 def allowed(gap: Gap) -> Gap:
     """Return the plugin's limit if this is upstream's gap."""
     return Gap(max(MARGIN * gap.loss, ROUNDING), max(MARGIN * gap.norm, ROUNDING), MARGIN * gap.grad)
-
-
-def raise_limit(limit: Gap, other: Gap) -> Gap:
-    """Return the limit with loss and norm raised to ``other``'s."""
-    return limit._replace(loss=max(limit.loss, other.loss), norm=max(limit.norm, other.norm))
 
 
 def largest(seeds: Sequence[Gap]) -> Gap:

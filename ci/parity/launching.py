@@ -79,7 +79,8 @@ class Runner:
         folder, log = self._folder / f"records/{_name(training)}", self._folder / f"logs/{_name(training)}.log"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        command = self.command(training, folder)
+        start = [word.format(ranks=training.ranks) for word in COMMANDS[self._launcher]]
+        command = [*start, str(_PROGRAM), str(folder), json.dumps(asdict(training)), self._script or ""]
         with log.open("wb") as output:
             world = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | os.environ
             done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=world)
@@ -89,11 +90,6 @@ class Runner:
         if missing := [file.name for file in files if not file.exists()]:
             raise Failed(f"{folder}: {len(missing)} of {training.ranks} ranks left no record: {', '.join(missing[:8])}")
         return [Record(**torch.load(file, weights_only=True)) for file in files]
-
-    def command(self, training: Training, folder: Path) -> list[str]:
-        """Return the command line that starts all ranks."""
-        start = [word.format(ranks=training.ranks) for word in COMMANDS[self._launcher]]
-        return [*start, str(_PROGRAM), str(folder), json.dumps(asdict(training)), self._script or ""]
 
 
 def _name(training: Training) -> str:

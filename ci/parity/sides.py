@@ -60,7 +60,9 @@ def train(training: Training, script: str | None = None, log: Path | None = None
     log: file for the output of rank 0, beside which the other ranks have theirs (``output``); None: no redirection.
     """
     if log is not None:
-        _redirect(output(log, int(os.environ["RANK"])))
+        with output(log, int(os.environ["RANK"])).open("wb") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
     words = training.flags.split()
     sys.argv = ["pretrain_gpt.py", *words]
     on_cpu = preload()
@@ -88,12 +90,6 @@ def output(log: Path, rank: int) -> Path:
 def record_file(folder: Path, rank: int) -> Path:
     """Where a rank that is not forked writes its record, at its end."""
     return folder / f"rank-{rank:05d}.pt"
-
-
-def _redirect(file: Path) -> None:
-    with file.open("wb") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
 
 
 def main(folder: str, training: str, script: str = "") -> None:
