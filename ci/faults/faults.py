@@ -2,7 +2,7 @@
 
 ``expect`` is ``ends`` (all ranks exit with an error within 1.5 times the timeout and the message matches), ``survives``
 (the training completes), or ``resumes`` (it stops, and the next start continues with exactly the losses of an
-undisturbed run). ``special`` runs a fault; those its fields cannot express are functions there (``how``).
+undisturbed run).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Fault:
     room: int = 0
     """Kilobytes of space in the folder; 0: unlimited."""
     torchrun: str = ""
-    """Options of torchrun, which then starts the ranks."""
-    how: str = ""
-    """Name of the function in ``special`` that runs the fault."""
+    """Options of torchrun, which then starts the ranks; ``{port}`` is a port in use."""
+    link: Literal["", "cut", "slow"] = ""
+    """What happens to links of the virtual nodes of ci/cluster, on which the training then runs."""
     short: bool = False
     """Whether ``--short`` runs it."""
     root: bool = False
@@ -59,7 +59,7 @@ class Fault:
         return any(plant.do == "stop" for plant in self.plants)
 
 
-def _in_step(name: str, what: str, at: str, do: str, says: str, *, ranks: int = 4, short: bool = False) -> Fault:
+def _planted(name: str, what: str, at: str, do: str, says: str, *, ranks: int = 4, short: bool = False) -> Fault:
     return Fault(name=name, what=what, says=says, plants=(Plant(rank=1, at=at, do=do),), ranks=ranks, short=short)
 
 
@@ -77,38 +77,38 @@ _SILENT = r"no response from rank 1 on \S+ \(killed, suspended, unreachable"
 _LOST = r"(?s)of 4 on \S+: step 3, {0}.*exchange along 'cp' with ranks .*" + _SILENT
 
 IN_STEP = (
-    _in_step("kill-forward", "SIGKILL in a forward message", "forward", "kill", _LOST.format("forward"), short=True),
-    _in_step("kill-backward", "SIGKILL in a backward message", "backward", "kill", _LOST.format("backward")),
-    _in_step("kill-optimizer", "SIGKILL in the optimizer", "optimizer", "kill", r"(?s)step 3, .*" + _SILENT),
-    _in_step("crash", "SIGSEGV in forward", "forward", "crash", r"(?s)(?=.*killed by SIGSEGV)(?=.*" + _SILENT + ")"),
-    _in_step(
+    _planted("kill-forward", "SIGKILL in a forward message", "forward", "kill", _LOST.format("forward"), short=True),
+    _planted("kill-backward", "SIGKILL in a backward message", "backward", "kill", _LOST.format("backward")),
+    _planted("kill-optimizer", "SIGKILL in the optimizer", "optimizer", "kill", r"(?s)step 3, .*" + _SILENT),
+    _planted("crash", "SIGSEGV in forward", "forward", "crash", r"(?s)(?=.*killed by SIGSEGV)(?=.*" + _SILENT + ")"),
+    _planted(
         "exit", "the process leaves with status 3", "forward", "exit:3",
         r"(?s)(?=.*ended with status 3)(?=.*" + _SILENT + ")",
     ),
-    _in_step("freeze-forward", "SIGSTOP in forward", "forward", "stop", _LOST.format("forward"), short=True),
-    _in_step("freeze-backward", "SIGSTOP in backward", "backward", "stop", _LOST.format("backward")),
-    _in_step("freeze-optimizer", "SIGSTOP in the optimizer", "optimizer", "stop", r"(?s)step 3, .*" + _SILENT),
-    _in_step(
+    _planted("freeze-forward", "SIGSTOP in forward", "forward", "stop", _LOST.format("forward"), short=True),
+    _planted("freeze-backward", "SIGSTOP in backward", "backward", "stop", _LOST.format("backward")),
+    _planted("freeze-optimizer", "SIGSTOP in the optimizer", "optimizer", "stop", r"(?s)step 3, .*" + _SILENT),
+    _planted(
         "raise-forward", "an exception in forward", "forward", "raise:planted",
         _first(1, 4, f"step 3, forward, layer [12], .*{PLANTED}"), short=True,
     ),
-    _in_step(
+    _planted(
         "raise-backward", "an exception in backward", "backward", "raise:planted",
         _first(1, 4, f"step 3, backward, .*{PLANTED}"),
     ),
-    _in_step(
+    _planted(
         "raise-optimizer", "an exception in the optimizer", "optimizer", "raise:planted",
         _first(1, 2, f"step 3, optimizer, .*{PLANTED}"), ranks=2,
     ),
-    _in_step(
+    _planted(
         "memory", "MemoryError in forward", "forward", "memory",
         _first(1, 4, "step 3, forward, layer [12], .*MemoryError"),
     ),
-    _in_step(
+    _planted(
         "memory-device", "torch.OutOfMemoryError in backward", "backward", "memory:torch",
         _first(1, 4, "step 3, backward, .*OutOfMemoryError: CUDA out of memory"),
     ),
-    _in_step("leave", "sys.exit(3) in forward", "forward", "leave:3", _first(1, 4, "step 3, forward, .*SystemExit: 3")),
+    _planted("leave", "sys.exit(3) in forward", "forward", "leave:3", _first(1, 4, "step 3, forward, .*SystemExit: 3")),
     Fault(
         name="nan", what="NaN in a gradient of one rank", ranks=2, format="torch", short=True,
         plants=(Plant(rank=1, at="gradient", do="nan"),),
@@ -177,18 +177,19 @@ SIGNALS = (
 )  # fmt: skip
 
 CLUSTER = (
-    Fault(name="link-cut", what="the link of node 1 goes down", how="link_cut", root=True, ranks=4,
+    Fault(name="link-cut", what="the link of node 1 goes down", link="cut", root=True, ranks=4,
           says=r"of 4 on \S+: step \d+, .*Timed out waiting"),
-    Fault(name="link-slow", what="all links 100 times slower", how="link_slow", root=True, ranks=4,
+    Fault(name="link-slow", what="all links 100 times slower", link="slow", root=True, ranks=4,
           expect="survives"),
 )  # fmt: skip
 
 TORCHRUN = (
     Fault(name="torchrun-kill", what="SIGKILL of a rank under torchrun", torchrun="--standalone",
           plants=(Plant(rank=1, do="kill"),), says=r"(?s)no response from rank.*|Root Cause.*rank +: 1 .*SIGKILL"),
-    Fault(name="torchrun-restart", what="SIGKILL once under torchrun --max-restarts 2", how="restart",
-          expect="resumes", torchrun="--standalone --max-restarts 2"),
-    Fault(name="one-port", what="two jobs on one port", how="one_port",
+    Fault(name="torchrun-restart", what="SIGKILL once under torchrun --max-restarts 2", expect="resumes",
+          torchrun="--standalone --max-restarts 2", format="torch", save_every=2, flags="--load {folder}",
+          plants=(Plant(rank=1, step=4, do="kill", once="{folder}/killed"),)),
+    Fault(name="one-port", what="two jobs on one port", torchrun="--master-addr 127.0.0.1 --master-port {port}",
           says=r"EADDRINUSE|address already in use"),
 )  # fmt: skip
 

@@ -10,30 +10,47 @@ as left out without it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import multiprocessing
 import os
 import re
+import socket
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import special
 import trial
 import typer
 from faults import FAULTS, LIMIT, TIMEOUT, Fault
+from rank_faults import Plant
 from rich.console import Console
 from rich.table import Table
+from trial import Ended
 
 from cp_plugin.engine.common.names import one_of
 from cp_plugin.testing.launch_rank import die_with_parent
 from cp_plugin.tools.flags import errors_in_one_line
 
 RECORD = Path(__file__).parents[2] / "docs" / "faults.json"
+STEPS = 6
+UNDISTURBED = Fault(name="", what="")
+LINKS: dict[str, Callable[[Any], None]] = {
+    "cut": lambda network: network.cut(2),
+    "slow": lambda network: network.shape(10_000_000),
+}
 Row = dict[str, Any]
+
+
+class Wrong(Exception):
+    """An outcome that is not the expected one."""
 
 
 def main(
@@ -52,7 +69,7 @@ def main(
             raise ValueError("give --short, --all or --only NAME; --record: with --all, since it has every fault")
     trial.preload()
     if any(fault.expect == "resumes" for fault in chosen):
-        special.undisturbed()  # once, before the lanes fork
+        undisturbed()  # once, before the lanes fork
     rows = {fault.name: {} for fault in chosen}
     forking = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(lanes, mp_context=forking, initializer=become_lane, initargs=(os.getpid(),)) as pool:
@@ -89,15 +106,107 @@ def judge(fault: Fault) -> Row:
     started = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
-            ended = special.run(fault, Path(folder))
-    except (special.Wrong, OSError) as wrong:
+            ended = run(fault, Path(folder))
+    except (Wrong, OSError) as wrong:
         return row | {"verdict": "WRONG", "message": str(wrong), "seconds": time.monotonic() - started}
-    found = verdict(fault, ended)
-    said = message(fault, ended.text) if found == "ok" else ended.text[-20000:]
-    return row | {"verdict": found, "message": said, "seconds": ended.seconds}
+    outcome = verdict(fault, ended)
+    said = message(fault, ended.text) if outcome == "ok" else ended.text[-20000:]
+    return row | {"verdict": outcome, "message": said, "seconds": ended.seconds}
 
 
-def verdict(fault: Fault, ended) -> str:
+def base(fault: Fault) -> str:
+    return f"--mock-data --train-iters {STEPS} --context-parallel-size {fault.ranks} --cp-provider ring {fault.flags}"
+
+
+@functools.lru_cache
+def undisturbed() -> dict[int, str]:
+    """Iteration -> loss of a two-rank run without a fault."""
+    ended = trial.train(base(UNDISTURBED))
+    if ended.status or len(ended.losses) != STEPS:
+        raise Wrong(f"the undisturbed run ended with {ended.status}: {ended.text[-2000:]}")
+    return ended.losses
+
+
+def run(fault: Fault, folder: Path) -> Ended:
+    """Run the training with the fault in an empty folder and, if it must be resumable, the next start.
+
+    Raises:
+        Wrong: if the next start does not continue with the losses of an undisturbed run.
+    """
+    if fault.link:
+        return run_on_links(fault)
+    flags = base(fault).format(folder=folder)
+    if fault.format:
+        flags += f" --ckpt-format {fault.format} --save {folder} --save-interval {fault.save_every}"
+    plants = [replace(plant, once=plant.once.format(folder=folder)) for plant in fault.plants]
+    with _room(folder, fault.room), socket.create_server(("127.0.0.1", 0)) as busy:
+        if fault.torchrun:
+            options = fault.torchrun.format(port=busy.getsockname()[1])
+            ended = trial.torchrun(flags, options=options, timeout=TIMEOUT, plants=plants)
+        else:
+            rank_1 = fault.flags_of_rank_1
+            ended = trial.train(flags, ranks=fault.ranks, timeout=TIMEOUT, plants=plants, flags_of_rank_1=rank_1)
+        if fault.expect == "resumes" and fault.torchrun:
+            _require_losses(ended, range(1, STEPS + 1))  # of both starts
+        elif fault.expect == "resumes":
+            again = trial.train(f"{base(UNDISTURBED)} --ckpt-format {fault.format} --load {folder}")
+            _require_losses(again, range(min(again.losses, default=0), STEPS + 1))
+            if min(again.losses) == 1:
+                raise Wrong("the next start began from scratch")
+    return ended
+
+
+def _require_losses(ended: Ended, steps: range) -> None:
+    """Raise Wrong unless the last start completed, and these steps have the losses of the undisturbed run."""
+    if ended.status or STEPS not in ended.losses:
+        lines = [line for line in ended.text.splitlines() if "Error" in line or "cp_plugin:" in line]
+        said = lines[-1][:300] if lines else ended.text[-300:]
+        raise Wrong(f"the next start ended with {ended.status}: {said}")
+    wrong = {i: ended.losses.get(i) for i in steps if undisturbed()[i] != ended.losses.get(i)}
+    if wrong:
+        raise Wrong(f"the next start has different losses: {wrong}")
+
+
+@contextlib.contextmanager
+def _room(folder: Path, kilobytes: int) -> Iterator[None]:
+    """Mount a file system of that size on the folder; 0: leave it as it is."""
+    if not kilobytes:
+        yield
+        return
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def run_on_links(fault: Fault) -> Ended:
+    """Train on the virtual nodes of ci/cluster; all traffic, including the store's, uses their links."""
+    from network import Network, Topology
+
+    def join() -> None:
+        port = "29511"  # free: the network namespace is new
+        os.environ["GLOO_SOCKET_IFNAME"] = network.enter(int(os.environ["RANK"]))
+        os.environ.update(
+            MASTER_ADDR=network.topology.address(0), MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="False"
+        )
+
+    with Network(Topology(nodes=2, ranks_per_node=2, nic="node"), 1_000_000_000) as network:
+
+        def meanwhile(mark: Path) -> None:
+            deadline = time.monotonic() + 120
+            while not mark.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            LINKS[fault.link](network)
+
+        plants = [Plant(rank=3, at="forward", step=3, do="nothing")]
+        flags = base(fault)
+        if fault.expect == "ends":  # still training when the link goes down
+            flags = flags.replace(f"--train-iters {STEPS}", "--train-iters 1000")
+        return trial.train(flags, ranks=4, timeout=TIMEOUT, plants=plants, prepare=join, meanwhile=meanwhile)
+
+
+def verdict(fault: Fault, ended: Ended) -> str:
     """``ok``, or what is wrong."""
     if ended.hung:
         return "HUNG"
@@ -119,8 +228,8 @@ def message(fault: Fault, text: str) -> str:
     report = re.search(r"^cp_plugin: rank \d+ of .*(?:\n  .*)*", text, re.MULTILINE)
     if report:
         return report[0]
-    found = re.search(fault.says, text) if fault.says else None
-    return found[0][:400] if found else ""
+    said = re.search(fault.says, text) if fault.says else None
+    return said[0][:400] if said else ""
 
 
 if __name__ == "__main__":

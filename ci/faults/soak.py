@@ -76,13 +76,13 @@ def _turn(setup: Setup, keep: bool) -> None:
 def _groups(axes: dict[str, int], setup: Setup) -> dict[str, dist.ProcessGroup]:
     """Created by all ranks: with ``use_local_synchronization`` torch reuses names of destroyed groups, whose addresses
     a rank may then read."""
-    found = {}
+    groups = {}
     for name, lists in axis_groups(range(dist.get_world_size()), axes, setup.provider.extra_groups).items():
         for ranks in lists:
             group = dist.new_group(ranks)
             if dist.get_rank() in ranks:
-                found[name] = group
-    return found
+                groups[name] = group
+    return groups
 
 
 def grown(samples: list[list[float]]) -> dict[str, float]:

@@ -126,14 +126,14 @@ def torchrun(
     flags: str, *, ranks: int = 2, options: str = "", timeout: float = 20.0, plants: Sequence[Plant] = ()
 ) -> Ended:
     """The same under torchrun, which starts an interpreter per rank."""
-    asked = {"timeout": timeout, "plants": [dataclasses.asdict(p) for p in plants]}
+    planted = {"timeout": timeout, "plants": [dataclasses.asdict(p) for p in plants]}
     elastic = f"--nproc-per-node {ranks} --shutdown-timeout 2 {options or '--standalone'}"
     words = f"{elastic} {Path(__file__)} {MODEL} {flags}".split()
 
     def launch(mark: Path) -> int:
         from torch.distributed.run import main
 
-        fault = json.dumps(asked | {"mark": str(mark)})
+        fault = json.dumps(planted | {"mark": str(mark)})
         os.environ.update(FAULT=fault, OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         main(words)
         return 0
@@ -228,9 +228,9 @@ def _print_losses() -> None:
 
 
 if __name__ == "__main__":
-    asked = json.loads(os.environ["FAULT"])
+    fault = json.loads(os.environ["FAULT"])
     from cp_plugin.pretrain_gpt import _preload
 
     _preload()
-    plants = [Plant(**one) for one in asked["plants"]]
-    pretrain(sys.argv[1:], timeout=asked["timeout"], plants=plants, mark=Path(asked["mark"]))
+    plants = [Plant(**one) for one in fault["plants"]]
+    pretrain(sys.argv[1:], timeout=fault["timeout"], plants=plants, mark=Path(fault["mark"]))

@@ -34,7 +34,7 @@ def patched(model: Any) -> None:
     model.forward = own
 
 
-def by_inner_model(model: Any, cp: ContextParallel | None) -> Forward:
+def call_inner_model(model: Any, cp: ContextParallel | None) -> Forward:
     """A loss of hidden states, as fused log-probabilities have."""
 
     def forward(**batch: Any) -> SimpleNamespace:
@@ -53,9 +53,9 @@ def with_noise(model: Any, cp: ContextParallel | None) -> Forward:
 
     def forward(**batch: Any) -> Any:
         handle = model.get_input_embeddings().register_forward_hook(hook)
-        found = model(**batch)
+        result = model(**batch)
         handle.remove()
-        return found
+        return result
 
     return forward
 
@@ -113,7 +113,7 @@ WAYS: dict[str, Callable[[Any, ContextParallel | None], Forward]] = {
     "called": lambda model, cp: model,
     "patched": lambda model, cp: model,
     "wrapped": Wrapper,
-    "inner": by_inner_model,
+    "inner": call_inner_model,
     "noise": with_noise,
     "saved": saved,
     "padded on one rank": padded_on_one_rank,
