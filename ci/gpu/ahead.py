@@ -1,6 +1,6 @@
 """Compile the kernels that the check's own cases launch, for a GPU that is not here. ``pack.py`` starts it.
 
-    TRITON_CACHE_DIR=FOLDER python ci/gpu/ahead.py CLAIMS [STEP...]    default: all of STEPS, in this order
+    TRITON_CACHE_DIR=FOLDER python ci/gpu/ahead.py CLAIMS [MODULE:STEP...]    default: all of STEPS, in this order
 
 Several processes share the work: each takes what no other has claimed by a file in the folder CLAIMS. Every step runs
 as on a GPU, on tensors without data (``tests/equipment/cuda``): it chooses, checks and launches as always, and Triton
@@ -18,18 +18,19 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import record
-import spread
 import torch
+import workers
 from cases import rank_of
 from equipment.cuda.device import FakeCuda
 from launches import Absent
+from plan import PLAN
 from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import build, driver
@@ -39,7 +40,8 @@ from cp_plugin.engine import comm
 from cp_plugin.engine.comm import Mesh, TraceMesh, threads
 
 CAPABILITY = 90
-STEPS = ("our_kernels", "nccl", "performance", "hot_path", "extremes", "providers")
+_NAMES = ("our_kernels", "nccl", "performance", "hot_path", "extremes", "providers")
+STEPS = tuple(f"{PLAN[name].module or name}:{name}" for name in _NAMES)
 PLATFORMS = ("x86_64,Linux,64bit,ELF", "x86_64,Linux,64bit,")
 """What Triton puts into the keys of C modules, with and without the command ``file`` on the GPU's machine."""
 
@@ -47,16 +49,16 @@ PLATFORMS = ("x86_64,Linux,64bit,ELF", "x86_64,Linux,64bit,")
 def pretend(claims: Path) -> FakeCuda:
     """From now on this process has a GPU for which launches only compile; of independent groups of cases it runs those
     that it claims. Steps must be imported afterwards, inside ``with`` of the result."""
-    run, generator, of_groups = JITFunction.run, torch.Generator, spread.spread
+    run, generator, spread = JITFunction.run, torch.Generator, workers.spread
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **named)
         if "TRITON_LIBCUDA_PATH" in os.environ:
             compile_launcher(kernel)
 
-    def in_turn(call: Any, groups: Iterable[Any], *, here: bool, seconds: float) -> Any:
-        mine = (group for place, group in enumerate(groups) if claimed(claims, f"{call.__module__}-{place}"))
-        return of_groups(call, mine, here=True, seconds=seconds)  # type: ignore[arg-type] # one after another
+    def claim_each(call: Any, groups: Iterable[Any], *, inline: bool, seconds: float) -> Any:
+        own = (group for place, group in enumerate(groups) if claimed(claims, f"{call.__module__}-{place}"))
+        return spread(call, own, inline=True, seconds=seconds)  # type: ignore[arg-type] # one after another
 
     def once(calls: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, float]:
         for name, call in calls.items():
@@ -68,7 +70,7 @@ def pretend(claims: Path) -> FakeCuda:
     JITFunction.run = compile_only
     Tensor.data_ptr = lambda x: x.storage_offset() * x.itemsize  # type: ignore[method-assign] # memory begins at 16 n
     torch.Generator = lambda device=None: generator()  # type: ignore[assignment,misc]
-    spread.spread, record.medians = in_turn, once  # type: ignore[assignment]
+    workers.spread, record.medians = claim_each, once  # type: ignore[assignment]
     comm.run_threads = threads.run_threads = alone  # type: ignore[assignment]
     properties = SimpleNamespace(name="absent", total_memory=80 << 30, multi_processor_count=132)
     stubs: dict[str, Any] = {
@@ -123,30 +125,29 @@ def unanswered(x: Any, *_: Any) -> Any:
     return brute.Answer(x.dout.double(), x.q[..., 0].double(), *(y.double() for y in x[:3]))
 
 
-def step(name: str) -> None:
+def run_step(module: ModuleType, name: str) -> None:
     """Run one step; what it finds is thrown away."""
-    module = importlib.import_module(name)
     stand_ins: dict[str, Any] = {
-        "words": lambda *_: (None, {"reason": "ranks are threads"}),
+        "first_words": lambda *_: (None, {"reason": "ranks are threads"}),
         **dict.fromkeys(("compute_answers", "start"), lambda *_: None),
-        "near": lambda *given: (module.called(*given), (True, {}))[1],
+        "compare": lambda *arguments: (module.call(*arguments), (True, {}))[1],
         "errors": ranks_of,
         "RACE_S": 0.01,
     }
     for what in set(stand_ins) & set(vars(module)):
         setattr(module, what, stand_ins[what])
-    with tempfile.TemporaryDirectory() as out, suppress(SystemExit):
-        sys.argv = [name, "--out", out, "--seconds", "1e9"]
-        with patch("brute.answer", unanswered):
-            module.main()
+    with tempfile.TemporaryDirectory() as out, patch("brute.answer", unanswered):
+        record.Step(name, Path(out), 1e9).run(getattr(module, name))
 
 
 def main() -> None:
-    claims, names = Path(sys.argv[1]), sys.argv[2:] or STEPS
+    claims, targets = Path(sys.argv[1]), sys.argv[2:] or STEPS
     with pretend(claims):
-        for name in names:
-            if {"spread", "check_each"} & set(vars(importlib.import_module(name))) or claimed(claims, name):
-                step(name)
+        for target in targets:
+            module_name, _, name = target.partition(":")
+            module = importlib.import_module(module_name)
+            if "check_each" in vars(module) or claimed(claims, name):
+                run_step(module, name)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from pack import described
+from pack import describe
 from record import Step
 
 from cp_plugin.engine.core.problem import CallInfo
@@ -24,26 +24,25 @@ PACKAGES = (
 )
 
 
-def main() -> None:
-    with Step("environment") as step:
-        step.note(machine=machine(step.smoke), versions=versions(), made=made(), **described())
-        for name in backends.names():
-            if name != "auto":
-                reason = backends.get(name).unsupported(CallInfo(step.device, torch.bfloat16, 128, 128))
-                if reason is not None:
-                    step.not_run(f"backend {name}", reason)
+def environment(step: Step) -> None:
+    step.note(machine=machine(step.smoke), versions=versions(), made=made(), **describe())
+    for name in backends.names():
+        if name != "auto":
+            reason = backends.get(name).unsupported(CallInfo(step.device, torch.bfloat16, 128, 128))
+            if reason is not None:
+                step.not_run(f"backend {name}", reason)
 
 
 def machine(smoke: bool) -> dict[str, object]:
     if smoke:
         return {"name": "smoke test on a CPU", "processors": os.cpu_count()}
-    found = torch.cuda.get_device_properties(0)
+    gpu = torch.cuda.get_device_properties(0)
     return {
-        "name": found.name,
+        "name": gpu.name,
         "devices": torch.cuda.device_count(),
-        "compute capability": f"{found.major}.{found.minor}",
-        "multiprocessors": found.multi_processor_count,
-        "memory": f"{found.total_memory / 2**30:.0f} GiB",
+        "compute capability": f"{gpu.major}.{gpu.minor}",
+        "multiprocessors": gpu.multi_processor_count,
+        "memory": f"{gpu.total_memory / 2**30:.0f} GiB",
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1],
         "processors": os.cpu_count(),
     }
@@ -51,14 +50,14 @@ def machine(smoke: bool) -> dict[str, object]:
 
 def versions() -> dict[str, str]:
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    found |= {"CUDA": torch.version.cuda or "none", "cuDNN": str(cudnn or "none")}
+    known = {"python": platform.python_version(), "torch": torch.__version__}
+    known |= {"CUDA": torch.version.cuda or "none", "cuDNN": str(cudnn or "none")}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            known[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            known[name] = "not installed"
+    return known
 
 
 def made() -> dict[str, str]:
@@ -77,7 +76,3 @@ def output(*command: str) -> str:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     return done.stdout if done.returncode == 0 else ""
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,8 @@ from functools import partial
 import brute
 import torch
 from cases import kernel, possible
-from record import Found, Step, worst
+from oracle import relative_error
+from record import Step, Verdict, worst
 from torch import Tensor
 
 from cp_plugin import ContextParallel, KeyValues, Queries
@@ -26,34 +27,33 @@ FEW_ROWS = 64
 BLOCK = 64
 
 
-def main() -> None:
-    with Step("extremes") as step:
-        reason = possible(step.device)["triton"]
-        parts: list[tuple[str, str, Callable[[], Found], str]] = []
-        if reason:
-            step.not_run("our own kernels many at a time, and on more than 2^31 elements", reason)
-        else:
-            for size in (16,) if step.smoke else (128, 64, 256, 96):
-                name = f"merge_into against merge, heads of {size}"
-                parts.append(("repeated under load", name, lambda size=size: race(step, size), "kernel merge_into"))
-        for backend, why in possible(step.device).items():
-            if why:
-                step.not_run(f"scores of -inf with backend {backend}", why)
-            elif backend not in ("float8", "te_fp8"):
-                for name, call in (("scores of -inf", no_score), ("a query of NaN", one_nan)):
-                    whose = kernel(backend, 64, 64)
-                    parts.append(("non-finite numbers", f"{name}, {backend}", partial(call, backend, step), whose))
-        if not reason:
-            parts.append(("non-finite numbers", "merge of NaN", lambda: merged_nan(step.device), "kernel merge"))
-            many = 2**12 if step.smoke else MANY
-            parts += [("more than 2^31 elements", *one) for one in large(step.device, many)]
-        for group, name, call, whose in parts:
-            step.attempt(group, name, call, (whose,))
-            if step.device.type == "cuda":
-                torch.cuda.empty_cache()
+def extremes(step: Step) -> None:
+    reason = possible(step.device)["triton"]
+    parts: list[tuple[str, str, Callable[[], Verdict], str]] = []
+    if reason:
+        step.not_run("our own kernels many at a time, and on more than 2^31 elements", reason)
+    else:
+        for size in (16,) if step.smoke else (128, 64, 256, 96):
+            name = f"merge_into against merge, heads of {size}"
+            parts.append(("repeated under load", name, partial(race, step, size), "kernel merge_into"))
+    for backend, why in possible(step.device).items():
+        if why:
+            step.not_run(f"scores of -inf with backend {backend}", why)
+        elif backend not in ("float8", "te_fp8"):
+            for name, call in (("scores of -inf", no_score), ("a query of NaN", one_nan)):
+                part = kernel(backend, 64, 64)
+                parts.append(("non-finite numbers", f"{name}, {backend}", partial(call, backend, step), part))
+    if not reason:
+        parts.append(("non-finite numbers", "merge of NaN", partial(merged_nan, step.device), "kernel merge"))
+        many = 2**12 if step.smoke else MANY
+        parts += [("more than 2^31 elements", *one) for one in large(step.device, many)]
+    for group, name, call, part in parts:
+        step.attempt(group, name, call, (part,))
+        if step.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def race(step: Step, e: int) -> Found:
+def race(step: Step, e: int) -> Verdict:
     """Repeated merges in place, beside matrix products on another stream, must equal ``merge`` each time."""
     from cp_kernels import merge
 
@@ -75,7 +75,7 @@ def race(step: Step, e: int) -> Found:
     return differ.item() == 0, {"repeats": done, "that differ": int(differ.item())}
 
 
-def large(device: torch.device, many: int) -> Iterator[tuple[str, Callable[[], Found], str]]:
+def large(device: torch.device, many: int) -> Iterator[tuple[str, Callable[[], Verdict], str]]:
     """Each kernel on tensors of that many elements and a few rows more: its first and last rows equal, bit for bit, its
     result for these rows alone; windowed attention is close to its definition."""
     from cp_kernels import merge, payload, permute
@@ -85,37 +85,37 @@ def large(device: torch.device, many: int) -> Iterator[tuple[str, Callable[[], F
     s = many // (h * e) + FEW_ROWS
     ends = (slice(0, FEW_ROWS // 2), slice(s - FEW_ROWS - 8, s))
 
-    def alike(got: tuple[Tensor, ...], of_rows: Callable[[slice], tuple[Tensor, ...]]) -> Found:
-        pairs = [pair for rows in ends for pair in zip([x[rows] for x in got], of_rows(rows), strict=True)]
+    def alike(got: tuple[Tensor, ...], compute: Callable[[slice], tuple[Tensor, ...]]) -> Verdict:
+        pairs = [pair for rows in ends for pair in zip([x[rows] for x in got], compute(rows), strict=True)]
         differ = sum(int((a != b).sum()) for a, b in pairs)
         return differ == 0, {"elements": max(x.numel() for x in got), "that differ": differ}
 
     def half(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
 
-    def merging() -> Found:
+    def merging() -> Verdict:
         outs, lses = half(2, s, 1, h, e), normal(device, 2, s, 1, h)
         got = merge.merge(outs.unbind(), lses.unbind(), outs.dtype)
         return alike(got, lambda rows: merge.merge(outs[:, rows].unbind(), lses[:, rows].unbind(), outs.dtype))
 
-    def merging_into() -> Found:
+    def merging_into() -> Verdict:
         out, lse = torch.empty((s, 1, h, e), device=device).normal_(), normal(device, s, 1, h)
         part, part_lse = half(s, 1, h, e), normal(device, s, 1, h)
         before = [(out[rows].clone(), lse[rows].clone()) for rows in ends]
         merge.merge_into(out, lse, part, part_lse)
 
-        def of_rows(rows: slice) -> tuple[Tensor, ...]:
+        def merge_rows(rows: slice) -> tuple[Tensor, ...]:
             again = before[ends.index(rows)]
             merge.merge_into(*again, part[rows], part_lse[rows])
             return again
 
-        return alike((out, lse), of_rows)
+        return alike((out, lse), merge_rows)
 
-    def reversing(kernel: Callable[..., tuple[Tensor, ...]]) -> Found:
+    def reversing(kernel: Callable[..., tuple[Tensor, ...]]) -> Verdict:
         x, order = half(s, 1, h, e), torch.arange(s - 1, -1, -1, device=device)
         return alike(kernel((x,), order), lambda rows: (x[order[rows]],))
 
-    def packing() -> Found:
+    def packing() -> Verdict:
         n = s // BLOCK * BLOCK  # blocks of rows share an exponent
         x = half(n, 1, h, e)
         packed, exponents = payload.pack(x, BLOCK)
@@ -134,7 +134,7 @@ def large(device: torch.device, many: int) -> Iterator[tuple[str, Callable[[], F
     yield "pack and unpack", packing, "kernel pack"
 
 
-def attention(device: torch.device, s: int, h: int, e: int, *, backward: bool) -> Found:
+def attention(device: torch.device, s: int, h: int, e: int, *, backward: bool) -> Verdict:
     """Check the last queries: with a window the work is small, and they depend on few keys."""
     from cp_kernels import backward as gradients
     from cp_kernels.forward import forward
@@ -151,11 +151,11 @@ def attention(device: torch.device, s: int, h: int, e: int, *, backward: bool) -
         grads = gradients.backward(dout, q, k, v, lse, delta, rows, rows, view, scale)
         got = dict(zip(("dq", "dk", "dv"), grads, strict=True))
     # the first third of the rows sees keys before them, or is seen by queries outside
-    errors = {name: relative(x[-2 * FEW_ROWS :], getattr(want, name)[-2 * FEW_ROWS :]) for name, x in got.items()}
+    errors = {name: relative_error(x[-2 * FEW_ROWS :], getattr(want, name)[-2 * FEW_ROWS :]) for name, x in got.items()}
     return worst(errors, dict.fromkeys(errors, brute.LIMITS[torch.bfloat16]))
 
 
-def no_score(backend: str, step: Step) -> Found:
+def no_score(backend: str, step: Step) -> Verdict:
     """Keys with scores of -inf count as absent, on one rank and on two."""
     s, half = (32, 16) if step.smoke else (512, 256)
     q, k, v = (normal(step.device, s, 1, 2, 64).bfloat16() for _ in range(3))
@@ -164,11 +164,11 @@ def no_score(backend: str, step: Step) -> Found:
     scores = torch.einsum("qbhd,kbhd->bhqk", q.double(), k[:half].double()) * 64**-0.5
     want = torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), v[:half].double())
     got = attended(backend, q, k, v)
-    errors = {f"{n} ranks": relative(out, want) for n, out in got.items()}
+    errors = {f"{n} ranks": relative_error(out, want) for n, out in got.items()}
     return worst(errors, dict.fromkeys(errors, brute.LIMITS[torch.bfloat16]))
 
 
-def one_nan(backend: str, step: Step) -> Found:
+def one_nan(backend: str, step: Step) -> Verdict:
     """A query of NaN has an output of NaN; the other outputs do not change."""
     s, row = (32, 5) if step.smoke else (512, 100)
     q, k, v = (normal(step.device, s, 1, 2, 64).bfloat16() for _ in range(3))
@@ -190,14 +190,14 @@ def attended(backend: str, q: Tensor, k: Tensor, v: Tensor) -> dict[int, Tensor]
         cp = ContextParallel("ring", mesh=mesh, layout="contiguous", backend=backend)
         x = [cp.shard(y) for y in (q, k, v)]
         method = cp.method(cp.problem(*x, causal=False), q.device, Scores(q.size(3) ** -0.5))
-        found = method.forward(Queries(x[0]), KeyValues(*x[1:]))
-        assert found is not None, "full attention sees keys"
-        return cp.unshard(found.out.to(q.dtype))
+        result = method.forward(Queries(x[0]), KeyValues(*x[1:]))
+        assert result is not None, "full attention sees keys"
+        return cp.unshard(result.out.to(q.dtype))
 
     return {n: run_threads(rank, {"cp": n}, patience=100)[0] for n in (1, 2)}
 
 
-def merged_nan(device: torch.device) -> Found:
+def merged_nan(device: torch.device) -> Verdict:
     """NaN is kept, and stays in its row."""
     from cp_kernels import merge
 
@@ -211,14 +211,5 @@ def merged_nan(device: torch.device) -> Found:
     return kept and seen, {} if kept and seen else {"failure": f"other rows kept: {kept}; NaN seen: {seen}"}
 
 
-def relative(got: Tensor, want: Tensor) -> float:
-    error = ((got.double() - want).norm() / want.norm()).item()
-    return error if error == error else torch.inf
-
-
 def normal(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
-
-
-if __name__ == "__main__":
-    main()

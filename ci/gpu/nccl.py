@@ -13,19 +13,19 @@ import multiprocessing
 import pickle
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from cases import cannot, provider
-from over_ranks import CASE_S, device, over_ranks, words
-from record import Found, NotRun, Step, found_by, worst
+from record import NotRun, Step, Verdict, judge, worst
+from torch import Tensor
+from workers import CASE_S, device, first_words, run_on_ranks
 
 from cp_plugin import Options, Problem
 from cp_plugin.engine.attention import calls
@@ -61,7 +61,7 @@ class Run(NamedTuple):
     setup: Setup
 
     @property
-    def of(self) -> tuple[str, ...]:
+    def parts(self) -> tuple[str, ...]:
         return (provider(self.setup.provider.name),)
 
     def __str__(self) -> str:
@@ -73,40 +73,41 @@ class Run(NamedTuple):
         return f"{setup.provider.name} on {setup.layout}{choices}{decay}{mask}"
 
 
-def main() -> None:
-    with ExitStack() as stack, Step("nccl") as step:
-        problem = TINY if step.smoke else PROBLEM
-        world = max(RANKS, min(8, step.devices))
-        step.note(ranks=world, ranks_share_a_gpu=0 < step.devices < world)
-        whole, *beside = ([r for r in planned(g, problem, smoke=step.smoke) if can(step, r)] for g in groups(world))
-        tiers = in_order(whole, [run for runs in beside for run in runs])
-        linear = [run for run in whole if run.setup.provider.kind == "linear"]
-        warming = None if step.smoke or find_spec("fla") is None else start(warmed, first_of(linear, Run.__str__))
-        compute_answers(linear, stack.enter_context(tempfile.TemporaryDirectory()))
-        ok, detail = words(step, world)
+def nccl(step: Step) -> None:
+    problem = TINY if step.smoke else PROBLEM
+    world = max(RANKS, min(8, step.devices))
+    step.note(ranks=world, ranks_share_a_gpu=0 < step.devices < world)
+    whole, *beside = ([run for run in plan(g, problem, smoke=step.smoke) if can(step, run)] for g in groups(world))
+    tiers = order(whole, [run for runs in beside for run in runs])
+    linear = [run for run in whole if run.setup.provider.kind == "linear"]
+    warming = None if step.smoke or find_spec("fla") is None else start(warm, first_of_each(linear, Run.__str__))
+    with tempfile.TemporaryDirectory() as folder:
+        compute_answers(linear, folder)
+        ok, detail = first_words(step, world)
         step.note(refused=detail.get("reason", ""))
         step.add(f"over {step.library}", f"{world} ranks say their first words", ok, detail)
         if ok:
-            over_groups(step, tiers, world, warming)
+            check_on_groups(step, tiers, world, warming)
         elif ok is None and 0 < step.devices < world:
+            title = f"ranks as threads, not over {step.library}"
             for run in (run for tier in tiers for run in tier if run in whole):
                 name = f"{run.groups.name}: {run}"
-                step.attempt(f"ranks as threads, not over {step.library}", name, partial(on_threads, run, near), run.of)
+                step.attempt(title, name, partial(call_on_threads, run, compare), run.parts)
 
 
-def over_groups(step: Step, tiers: list[list[Run]], world: int, warming: BaseProcess | None) -> None:
+def check_on_groups(step: Step, tiers: list[list[Run]], world: int, warming: BaseProcess | None) -> None:
     """All tiers; linear attention waits for its kernels to be autotuned while there is something else to do."""
     softmax, linear, layouts, *rest = tiers
     env, title = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, f"over {step.library}"
-    correct(step, title, softmax, world, env)
+    check(step, title, softmax, world, env)
     still = warming is not None and warming.is_alive()
     for tier in (layouts, linear, *rest) if still else (linear, layouts, *rest):
         if tier is linear and warming is not None:
             warming.join(max(0.0, step.left / 2))
-        correct(step, title, tier, world, env)
+        check(step, title, tier, world, env)
     env, title = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, f"over {step.library}, CUDA_DEVICE_MAX_CONNECTIONS=1"
     again = [run for tier in tiers for run in tier if run.groups.size == world]
-    correct(step, title, again[: 2 if step.smoke else None], world, env)
+    check(step, title, again[: 2 if step.smoke else None], world, env)
 
 
 def groups(world: int) -> tuple[Groups, Groups, Groups]:
@@ -119,17 +120,17 @@ def groups(world: int) -> tuple[Groups, Groups, Groups]:
     )
 
 
-def planned(of: Groups, problem: Problem, *, smoke: bool) -> list[Run]:
+def plan(groups: Groups, problem: Problem, *, smoke: bool) -> list[Run]:
     """Every provider on every layout and with all its options, causal and full; one combination each for groups side by
     side."""
-    here = replace(problem, size=of.size)
-    rows = 2 if of.size % 2 == 0 < of.size // 2 else 1
-    square, grid = providers.get("attention2d"), (rows, of.size // rows)
-    found = [settled_or_reason(square, here, Options(grid=grid, layout=layout)) for layout in square.layouts]
-    found += verify.plan([], [here] if smoke else [here, replace(here, causal=False)], Options())
-    if len(of.ranks) > 1:
-        found = list({(s.provider.name, "" if smoke else s.layout): s for s in found}.values())
-    return [Run(of, setup if smoke else with_our_kernels(setup)) for setup in found]
+    size = groups.size
+    divided, rows = replace(problem, size=size), 2 if size % 2 == 0 < size // 2 else 1
+    square, grid = providers.get("attention2d"), (rows, size // rows)
+    setups = [settled_or_reason(square, divided, Options(grid=grid, layout=layout)) for layout in square.layouts]
+    setups += verify.plan([], [divided] if smoke else [divided, replace(divided, causal=False)], Options())
+    if len(groups.ranks) > 1:
+        setups = list({(s.provider.name, "" if smoke else s.layout): s for s in setups}.values())
+    return [Run(groups, setup if smoke else with_our_kernels(setup)) for setup in setups]
 
 
 def with_our_kernels(setup: Setup) -> Setup:
@@ -139,29 +140,29 @@ def with_our_kernels(setup: Setup) -> Setup:
     return settled_or_reason(setup.provider, setup.problem, replace(setup.options, backend="triton"))
 
 
-def in_order(whole: Sequence[Run], beside: Sequence[Run]) -> list[list[Run]]:
+def order(whole: Sequence[Run], beside: Sequence[Run]) -> list[list[Run]]:
     """By what they teach: softmax and then linear providers once each, the layouts of softmax, the kinds of linear
     attention, providers on groups side by side, the rest."""
     softmax, linear = ([run for run in whole if run.setup.provider.kind == kind] for kind in ("softmax", "linear"))
     tiers: list[list[Run]] = []
     for more in (
-        first_of(softmax, lambda run: run.of),
-        first_of(linear, lambda run: run.of),
-        first_of(softmax, lambda run: (run.of, run.setup.layout)),
-        first_of(linear, lambda run: (run.setup.problem.decay, run.setup.problem.delta)),
-        first_of(beside, lambda run: (run.groups, run.of)),
-        first_of([*whole, *beside], lambda run: (run.groups, str(run))),
+        first_of_each(softmax, lambda run: run.parts),
+        first_of_each(linear, lambda run: run.parts),
+        first_of_each(softmax, lambda run: (run.parts, run.setup.layout)),
+        first_of_each(linear, lambda run: (run.setup.problem.decay, run.setup.problem.delta)),
+        first_of_each(beside, lambda run: (run.groups, run.parts)),
+        first_of_each([*whole, *beside], lambda run: (run.groups, str(run))),
     ):
         tiers.append([run for run in more if not any(run in tier for tier in tiers)])
     return tiers
 
 
-def first_of(runs: Sequence[Run], key: Callable[[Run], object]) -> list[Run]:
+def first_of_each(runs: Sequence[Run], key: Callable[[Run], object]) -> list[Run]:
     """The first run of every key."""
-    found: dict[object, Run] = {}
+    firsts: dict[object, Run] = {}
     for run in runs:
-        found.setdefault(key(run), run)
-    return list(found.values())
+        firsts.setdefault(key(run), run)
+    return list(firsts.values())
 
 
 def can(step: Step, run: Run) -> bool:
@@ -178,10 +179,10 @@ def start(call: Callable[..., object], *arguments: object) -> BaseProcess:
     return process
 
 
-def warmed(runs: Sequence[Run]) -> None:
+def warm(runs: Sequence[Run]) -> None:
     """Autotune the kernels of linear attention: it takes longer than a case may, and is kept on disk."""
     for run in runs:
-        found_by(partial(on_threads, run, called))
+        judge(partial(call_on_threads, run, call))
 
 
 def compute_answers(runs: Sequence[Run], folder: str) -> None:
@@ -191,57 +192,55 @@ def compute_answers(runs: Sequence[Run], folder: str) -> None:
         _elsewhere[key] = start(lambda key=key, file=file: file.write_bytes(pickle.dumps(make_case(*key)))), file
 
 
-def correct(step: Step, title: str, runs: Sequence[Run], world: int, env: dict[str, str]) -> None:
+def check(step: Step, title: str, runs: Sequence[Run], world: int, env: dict[str, str]) -> None:
     """All cases of one environment."""
     for run in () if step.late else runs:  # once, before the ranks are forked
         answer(replace(run.setup.problem, size=1), run.setup.provider.kind)
-
-    def done(number: int, found: list[Found] | Found) -> None:
-        run = runs[number]
-        rank, (ok, detail) = (None, found) if isinstance(found, tuple) else max(enumerate(found), key=_worst)
-        step.add(
-            f"{title}, {run.groups.name}",
-            str(run),
-            ok,
-            {"of": run.of} | detail | ({} if rank is None else {"rank": rank}),
-        )
-
     case_s = 20.0 if step.smoke else CASE_S
-    over_ranks(step, lambda number: one(runs[number]), len(runs), done, ranks=world, case_s=case_s, env=env)
+    for number, verdicts in run_on_ranks(
+        step, lambda number: compare_on_rank(runs[number]), len(runs), ranks=world, case_s=case_s, env=env
+    ):
+        run = runs[number]
+        if isinstance(verdicts, tuple):
+            ok, detail = verdicts
+        else:
+            rank, (ok, detail) = max(enumerate(verdicts), key=_badness)
+            detail = detail | {"rank": rank}
+        step.add(f"{title}, {run.groups.name}", str(run), ok, {"of": run.parts} | detail)
 
 
-def one(run: Run) -> Found:
-    """Run on a rank; the tensor closest to its limit."""
+def compare_on_rank(run: Run) -> Verdict:
+    """The tensor closest to its limit."""
     if reason := cannot(run.setup, device()):
         return None, {"reason": reason}
-    made = [dist.new_group(ranks) for ranks in run.groups.ranks]
-    mine = next(group for group, ranks in zip(made, run.groups.ranks, strict=True) if dist.get_rank() in ranks)
-    return near(run.setup, ContextParallel(run.setup, group=mine), device())
+    groups = [dist.new_group(ranks) for ranks in run.groups.ranks]
+    own = next(group for group, ranks in zip(groups, run.groups.ranks, strict=True) if dist.get_rank() in ranks)
+    return compare(run.setup, ContextParallel(run.setup, group=own), device())
 
 
-def on_threads[T](run: Run, each: Callable[..., T]) -> T:
-    """``near`` or ``called`` on rank threads."""
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if reason := cannot(run.setup, here):
+def call_on_threads[T](run: Run, each: Callable[[Setup, ContextParallel, torch.device], T]) -> T:
+    """``compare`` or ``call`` on rank threads."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if reason := cannot(run.setup, device):
         raise NotRun(reason)
 
     def rank(mesh: Mesh) -> T:
-        return each(run.setup, ContextParallel(run.setup, mesh=mesh), here)
+        return each(run.setup, ContextParallel(run.setup, mesh=mesh), device)
 
     return run_threads(rank, run.setup.axes, patience=CASE_S)[0]
 
 
-def called(setup: Setup, cp: ContextParallel, here: torch.device) -> Any:
+def call(setup: Setup, cp: ContextParallel, device: torch.device) -> tuple[Tensor, ...]:
     """The results of a rank's call for the whole sequence."""
-    inputs = make_inputs(replace(setup.problem, size=1)).sharded(cp, here)
+    inputs = make_inputs(replace(setup.problem, size=1)).sharded(cp, device)
     return tuple(cp.unshard(x) for x in calls.call_through_autograd(cp, inputs, setup.problem))
 
 
-def near(setup: Setup, cp: ContextParallel, here: torch.device) -> Found:
+def compare(setup: Setup, cp: ContextParallel, device: torch.device) -> Verdict:
     """A rank's call against the answer of one device."""
     case = answer(replace(setup.problem, size=1), setup.provider.kind)
-    got = called(setup, cp, here)
-    return worst(relative_errors(got, case.want, tensors(case.problem)), verify.limits(setup, case, here))
+    errors = relative_errors(call(setup, cp, device), case.want, tensors(case.problem))
+    return worst(errors, verify.limits(setup, case, device))
 
 
 @cache
@@ -255,10 +254,6 @@ def answer(problem: Problem, kind: Kind) -> Case:
     return make_case(problem, kind)
 
 
-def _worst(of_rank: tuple[int, Found]) -> tuple[bool, float]:
-    ok, detail = of_rank[1]
+def _badness(ranked: tuple[int, Verdict]) -> tuple[bool, float]:
+    ok, detail = ranked[1]
     return ok is False, float(detail["error"]) / max(detail["limit"], 1e-30) if "error" in detail else 0.0
-
-
-if __name__ == "__main__":
-    main()

@@ -16,9 +16,9 @@ import brute
 import operations
 import torch
 from cases import kernel, lacking
-from record import Found, Row, Step, found_by, worst
-from spread import check_each
+from record import Row, Step, Verdict, judge, worst
 from torch import Tensor
+from workers import check_each
 
 from cp_plugin.engine.core.block import Scores
 from cp_plugin.engine.core.dtypes import dtype_name
@@ -53,15 +53,14 @@ class Part(NamedTuple):
         return f"{self.direction}, heads {h}:{g} of {d}/{e}, {dtype_name(self.dtype)}"
 
 
-def main() -> None:
-    with Step("our_kernels") as step:
-        if reason := lacking("triton", step.device):
-            step.not_run("our own kernels", reason)
-            return
-        check_each(step, run, parts(smoke=step.smoke), named)
+def our_kernels(step: Step) -> None:
+    if reason := lacking("triton", step.device):
+        step.not_run("our own kernels", reason)
+    else:
+        check_each(step, run, parts(smoke=step.smoke), describe_rest)
 
 
-def named(part: Part | str) -> tuple[str, str]:
+def describe_rest(part: Part | str) -> tuple[str, str]:
     if isinstance(part, str):
         return part, "merging, permuting, packing, decoding"
     return "attention", f"the rest of {part}"
@@ -101,12 +100,12 @@ def attention(part: Part) -> Iterator[Row]:
         want = brute.answer(x, *at)
         for how, call in (("", whole), (", in two goes", in_two)):
 
-            def near(call=call, x=x, at=at, want=want) -> Found:
+            def compare(call=call, x=x, at=at, want=want) -> Verdict:
                 got = call(x, want, *at)
                 errors = brute.errors(want._replace(**got), want)
                 return worst({name: errors[name] for name in got}, dict.fromkeys(got, brute.LIMITS[part.dtype]))
 
-            ok, detail = found_by(near)
+            ok, detail = judge(compare)
             yield "attention", f"{side}, {view}{how}: {part}", ok, {"of": (kernel("triton", *part.sizes),)} | detail
 
 
@@ -160,8 +159,8 @@ def halves(x: brute.Inputs, keys: brute.Runs) -> list[tuple[brute.Runs, Tensor, 
     count = left = sum(map(len, keys)) // 2
     first, second = [], []
     for run in keys:
-        here = max(0, min(left, len(run)))
-        first, second, left = [*first, run[:here]], [*second, run[here:]], left - len(run)
+        cut = max(0, min(left, len(run)))
+        first, second, left = [*first, run[:cut]], [*second, run[cut:]], left - len(run)
     runs = (tuple(run for run in half if run) for half in (first, second))
     return list(zip(runs, (x.k[:count], x.k[count:]), (x.v[:count], x.v[count:]), strict=True))
 
@@ -171,14 +170,14 @@ def fused() -> Iterator[Row]:
     device, shape = (torch.device("cuda"), (1000, 2, 4, 128)) if torch.cuda.is_available() else (_CPU, (12, 2, 4, 16))
     for dtype, name in product((torch.bfloat16, torch.float16, torch.float32), operations.OPERATIONS):
         x = operations.Operands.random(shape, dtype).each(lambda y: y.to(device))
-        ok, detail = found_by(partial(compare, name, x))
+        ok, detail = judge(partial(compare, name, x))
         yield FUSED, f"{name}, {dtype_name(dtype)}", ok, {"of": (f"kernel {name.split()[0]}",)} | detail
     for fp8, stored in ((False, "in bfloat16"), (True, "in one byte an element")):
-        ok, detail = found_by(partial(decode, device, shape[0], shape[3], fp8=fp8))
+        ok, detail = judge(partial(decode, device, shape[0], shape[3], fp8=fp8))
         yield FUSED, f"decode, {stored}", ok, {"of": ("kernel decode",)} | detail
 
 
-def compare(name: str, x: operations.Operands) -> Found:
+def compare(name: str, x: operations.Operands) -> Verdict:
     """Sums with plain torch in float64, by norms; all else with plain torch bit for bit."""
     call, sums = operations.OPERATIONS[name], name in operations.SUMS
     got = operations.run(lambda: call(x), kernels=True)
@@ -192,7 +191,7 @@ def compare(name: str, x: operations.Operands) -> Found:
     return worst(errors, {f"result {i}": interpreted * SUMMED[a.dtype] for i, a in enumerate(got)})
 
 
-def decode(device: torch.device, s: int, e: int, *, fp8: bool) -> Found:
+def decode(device: torch.device, s: int, e: int, *, fp8: bool) -> Verdict:
     """One query's attention to a cache, beside the same in plain torch."""
     q, k, v = (random(device, n, 2, h, e) for n, h in ((1, 8), (s, 2), (s, 2)))
     cache = store.Cache(s, e, k[:1], v[:1], fp8=fp8)

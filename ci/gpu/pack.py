@@ -1,7 +1,7 @@
 """A pack: what ``ci/gpu/check.sh --pack DIR`` uses on a GPU machine without a network. ``ci/gpu/pack.sh`` makes it.
 
-    pack.py DIR SECONDS [STEP...]    compile the kernels of these steps (``ahead.py``) with the Triton of this Python,
-                                     in this time; another call goes on, with what is in DIR.cache
+    pack.py DIR SECONDS [MODULE:STEP...]    compile the kernels of these steps (``ahead.py``) with the Triton of this
+                                            Python, in this time; another call goes on, with what is in DIR.cache
 
 DIR/kernels.tar.xz    Triton's cache: the compiled kernels, and where gcc is, the C modules that launch them
 DIR/pack.json         with which Triton, for which GPU, and which kernels
@@ -85,13 +85,9 @@ def make(folder: Path, seconds: float, steps: list[str]) -> None:
     with tarfile.open(folder / "kernels.tar.xz", "w:xz", preset=9) as archive:
         for entry in sorted(cache.iterdir()):
             archive.add(entry, entry.name)
-    told = {
-        "triton": triton.__version__,
-        "key": key(),
-        "capability": CAPABILITY,
-        "kernels": dict(sorted(kernels.items())),
-    }
-    (folder / "pack.json").write_text(json.dumps(told, indent=1) + "\n")
+    facts = {"triton": triton.__version__, "key": key(), "capability": CAPABILITY}
+    facts["kernels"] = dict(sorted(kernels.items()))
+    (folder / "pack.json").write_text(json.dumps(facts, indent=1) + "\n")
     (folder / "START").write_text(f'ci/gpu/check.sh --seconds 540 --out "${{OUT:-out/gpu}}" --pack {folder}\n')
     used = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     made = f"{kernels.total()} kernels and C modules of Triton {triton.__version__} for sm_{CAPABILITY}"
@@ -124,27 +120,24 @@ def use(folder: Path) -> dict[str, str]:
             archive.extractall(new, filter="data")
         for group in new.glob("*/__grp__*.json"):
             names = json.loads(group.read_text())["child_paths"]
-            here = cache / group.parent.name
-            group.write_text(json.dumps({"child_paths": {name: str(here / name) for name in names}}))
+            paths = {name: str(cache / group.parent.name / name) for name in names}
+            group.write_text(json.dumps({"child_paths": paths}))
         new.rename(cache)
     return {"TRITON_CACHE_DIR": str(cache), "CP_PLUGIN_PACK": str(folder.resolve())}
 
 
-def described() -> dict[str, Any]:
+def describe() -> dict[str, Any]:
     """For the step ``environment``: whether the kernels of the pack in use fit this machine; {} without a pack."""
     folder = os.environ.get("CP_PLUGIN_PACK")
     if not folder:
         return {}
-    told = json.loads(Path(folder, "pack.json").read_text())
-    fits = (
-        "its key is that of the Triton here"
-        if told["key"] == key()
-        else "the Triton here has ANOTHER KEY: none is used"
-    )
-    count = sum(told["kernels"].values())
-    text = f"{count} and C modules for sm_{told['capability']} by Triton {told['triton']}; {fits}"
+    facts = json.loads(Path(folder, "pack.json").read_text())
+    same, other = "its key is that of the Triton here", "the Triton here has ANOTHER KEY: none is used"
+    fits = same if facts["key"] == key() else other
+    kernels = f"{sum(facts['kernels'].values())} and C modules for sm_{facts['capability']}"
+    text = f"{kernels} by Triton {facts['triton']}; {fits}"
     cache = os.environ["TRITON_CACHE_DIR"]
-    return {"pack": {"packed kernels": text, "cache": cache, "kernels": told["kernels"]}}
+    return {"pack": {"packed kernels": text, "cache": cache, "kernels": facts["kernels"]}}
 
 
 def anew(pack: dict[str, Any]) -> str:

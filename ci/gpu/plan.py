@@ -1,6 +1,6 @@
 """The steps of ``ci/gpu/check.sh``, in order of what they teach, and the loop that runs them.
 
-Every step is a script of its own beside this file and has a cap: after that it starts nothing new, keeps what it has,
+Every step is a process of its own (``record.py``) and has a cap: after that it starts nothing new, keeps what it has,
 and the next step begins. Inside a step the cases are ordered in the same way. ``check.sh`` describes the options.
 """
 
@@ -24,11 +24,13 @@ from pack import HERE, IMPORTED, ROOT, use
 
 
 class Planned(NamedTuple):
-    """A step."""
+    """A step: a function of its name."""
 
     title: str
     seconds: int
     """Cap, counted from the start of its process, in a call with ``--seconds``; other calls have ``LONGER``."""
+    module: str = ""
+    """Where the step's function is, if not in a module of its name."""
     measures: bool = False
     """It only measures, so a crash leaves something unmeasured and nothing wrong."""
 
@@ -37,15 +39,19 @@ PLAN = {
     "environment": Planned("the machine", 20),
     "our_kernels": Planned("our own kernels against their definitions", 75),
     "nccl": Planned("every provider over process groups, through autograd", 110),
-    "megatron_training": Planned("Megatron's training with context parallelism, against one rank", 115),
+    "megatron_training": Planned(
+        "Megatron's training with context parallelism, against one rank", 115, "training_runs"
+    ),
     "performance": Planned("speed", 100, measures=True),
-    "hot_path": Planned("no waiting of the host; peak memory", 40),
-    "ring_trace": Planned("launches, and the host's time, in a ring", 25, measures=True),
-    "huggingface": Planned("training steps of transformers with context parallelism, against one rank", 40),
+    "hot_path": Planned("no waiting of the host; peak memory", 40, "overheads"),
+    "ring_trace": Planned("launches, and the host's time, in a ring", 25, "overheads", measures=True),
+    "huggingface": Planned(
+        "training steps of transformers with context parallelism, against one rank", 40, "training_runs"
+    ),
     "extremes": Planned("our own kernels many at a time, on large tensors, with non-finite numbers", 80),
     "providers": Planned("every provider with every kernel, against attention in float64", 75),
-    "inference": Planned("prefill and decode", 40),
-    "waiting": Planned("time spent waiting for NCCL, and what runs beside it", 40, measures=True),
+    "inference": Planned("prefill and decode", 40, "providers"),
+    "waiting": Planned("time spent waiting for NCCL, and what runs beside it", 40, "overheads", measures=True),
 }
 """The first eight fill a call of nine minutes, the next two one of three."""
 ENVIRONMENT = {
@@ -71,7 +77,7 @@ LEFT = ("check.json", "page.md", "check.log", "traces.tar")
 """What a call leaves in ``--out``, where a step that runs has its own file beside them."""
 
 
-def arguments() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     """The checked command line; ``steps``: those to run, in their order."""
     parser = argparse.ArgumentParser(
         prog="check.sh", description="Check the plugin on a GPU: correctness, memory, speed. More in ci/gpu/check.sh."
@@ -83,65 +89,67 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pack", type=Path, metavar="DIR", help="a folder made by ci/gpu/pack.sh")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, to test the check itself")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("out/gpu"), help="default: out/gpu")
-    given = parser.parse_args()
-    given.steps = given.only.split() or list(PLAN)
-    for name in given.steps:
+    options = parser.parse_args()
+    options.steps = options.only.split() or list(PLAN)
+    for name in options.steps:
         if name not in PLAN:
             parser.error(f"--only {name}: choose one of {' '.join(PLAN)}")
-    if given.resume:
-        if given.resume not in given.steps:
-            parser.error(f"--from {given.resume}: choose one of {' '.join(given.steps)}")
-        given.steps = given.steps[given.steps.index(given.resume) :]
-    if given.pack:
-        if given.wheels or not (given.pack / "pack.json").exists():
-            parser.error(f"--pack {given.pack}: give a folder made by ci/gpu/pack.sh, and no --wheels: it has its own")
-        given.wheels = given.pack / "wheels"
-    if given.wheels and not any(given.wheels.glob("*.whl")):
-        parser.error(f"--wheels {given.wheels}: contains no wheels; ci/gpu/wheels.sh {given.wheels} downloads them")
+    if options.resume:
+        if options.resume not in options.steps:
+            parser.error(f"--from {options.resume}: choose one of {' '.join(options.steps)}")
+        options.steps = options.steps[options.steps.index(options.resume) :]
+    if options.pack:
+        if options.wheels or not (options.pack / "pack.json").exists():
+            parser.error(
+                f"--pack {options.pack}: give a folder made by ci/gpu/pack.sh, and no --wheels: it has its own"
+            )
+        options.wheels = options.pack / "wheels"
+    if options.wheels and not any(options.wheels.glob("*.whl")):
+        parser.error(f"--wheels {options.wheels}: contains no wheels; ci/gpu/wheels.sh {options.wheels} downloads them")
     cuda = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    if not given.smoke and subprocess.run([sys.executable, "-c", cuda]).returncode:
+    if not options.smoke and subprocess.run([sys.executable, "-c", cuda]).returncode:
         parser.error(f"{sys.executable} sees no CUDA device (torch.cuda.is_available()); --smoke runs on a CPU")
-    return given
+    return options
 
 
 def main() -> int:
     import report  # which reads the plan
 
     began = time.monotonic()
-    given = arguments()
+    options = parse()
     environment = os.environ | ENVIRONMENT
     environment |= {
         "PYTHONPATH": os.pathsep.join(filter(None, (*IMPORTED, os.environ.get("PYTHONPATH")))),
         "COMMIT": os.environ.get("COMMIT") or _commit(),
     }
-    if given.pack:
-        environment |= use(given.pack)
-    if given.smoke:
+    if options.pack:
+        environment |= use(options.pack)
+    if options.smoke:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    given.out.mkdir(parents=True, exist_ok=True)
-    if not given.resume:
+    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.resume:
         for name in (*LEFT, *(f"{name}.json" for name in PLAN)):
-            (given.out / name).unlink(missing_ok=True)
+            (options.out / name).unlink(missing_ok=True)
     signal.signal(signal.SIGTERM, _stop)
-    with tempfile.TemporaryDirectory() as site, _kept(given.out / "check.log"):
-        if given.wheels:
-            install = ["bash", str(HERE / "wheels.sh"), "--install", str(given.wheels), site, sys.executable]
+    with tempfile.TemporaryDirectory() as site, _kept(options.out / "check.log"):
+        if options.wheels:
+            install = ["bash", str(HERE / "wheels.sh"), "--install", str(options.wheels), site, sys.executable]
             if subprocess.run(install).returncode:
                 return 2
             environment["PYTHONPATH"] += os.pathsep + site
         try:
-            for name in given.steps:
+            for name in options.steps:
                 elapsed = time.monotonic() - began
-                seconds = cap(name, given.seconds, elapsed, smoke=given.smoke)
+                seconds = cap(name, options.seconds, elapsed, smoke=options.smoke)
                 if seconds is None:
                     print(f"== no time is left for {name}; go on with --from {name}", flush=True)
                     break
                 print(f"== {name} (at {elapsed:.0f} s, for {seconds:.0f} s at most)", flush=True)
-                run(name, seconds, given, environment)
-                report.join(given.out, name)
+                run(name, seconds, options, environment)
+                report.join(options.out, name)
         finally:
             print("== result", flush=True)
-            wrong = report.finish(given.out)
+            wrong = report.finish(options.out)
         return wrong
 
 
@@ -165,12 +173,12 @@ def cap(name: str, budget: int | None, elapsed: float, *, smoke: bool) -> float 
     return min(seconds, left) if left >= min(seconds, LEAST_S) else None
 
 
-def run(name: str, seconds: float, given: argparse.Namespace, environment: Mapping[str, str]) -> None:
+def run(name: str, seconds: float, options: argparse.Namespace, environment: Mapping[str, str]) -> None:
     """Run one step; kill it with all its processes if it does not end after its cap, or if this process ends."""
-    file = given.out / f"{name}.json"
+    file = options.out / f"{name}.json"
     file.unlink(missing_ok=True)
-    words = ["--out", str(given.out), "--seconds", str(seconds), "--began", str(time.monotonic())]
-    command = [sys.executable, str(HERE / f"{name}.py"), *words, *(["--smoke"] if given.smoke else [])]
+    words = [f"{PLAN[name].module or name}:{name}", str(options.out), str(seconds), str(time.monotonic())]
+    command = [sys.executable, str(HERE / "record.py"), *words, *(["--smoke"] if options.smoke else [])]
     step, ended = subprocess.Popen(command, env=dict(environment), process_group=0), ""
     try:
         status = step.wait(seconds + GRACE_S)

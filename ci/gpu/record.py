@@ -1,5 +1,7 @@
 """Result file of one step of the check: JSON, written while the step runs so that a killed step keeps what it had.
 
+    record.py MODULE:STEP FOLDER SECONDS BEGAN [--smoke]     run a step, a function of its ``Step``: ``plan.py`` does
+
 {"step": "providers", "finished": true, "error": "", "seconds": 61.2, "commit": "...",
  "checks": [{"group": ..., "name": ..., "ok": true, "of": ["provider ring"], "detail": {...}}],
  "figures": [{"group": ..., "name": ..., "value": 0.81, "wanted": [">=", 0.75], "of": [...], "detail": {...}}],
@@ -12,18 +14,17 @@ right nor wrong: a case says so with ``NotRun``, and ``refusal`` tells which exc
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
+import pkgutil
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ _WRITE_EVERY_S = 1.0
 OUT_OF_TIME = "out of time: the cap of its step"
 REFUSE = ("fla", "flash_attn", "flash_attn_interface", "flash_attn_3", "transformer_engine")
 """Libraries whose own Python code refuses a GPU, a version or a size by a RuntimeError."""
-Found = tuple[bool | None, dict[str, Any]]
+Verdict = tuple[bool | None, dict[str, Any]]
 """Whether a result is right (None: not run, for the ``reason`` in the detail), and a detail."""
 Row = tuple[str, str, bool | None, dict[str, Any]]
 """Group, name, and what was found."""
@@ -45,29 +46,31 @@ class NotRun(Exception):
     """Raised by a case that cannot run here, with the reason."""
 
 
-class Step(AbstractContextManager["Step"]):
-    """One step of the check: ``with Step("providers") as step: ...``"""
+class Step:
+    """One step of the check.
 
-    def __init__(self, name: str, arguments: list[str] | None = None) -> None:
-        parser = argparse.ArgumentParser(description=f"the step {name!r} of ci/gpu/check.sh")
-        parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder of the JSON file")
-        parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
-        parser.add_argument("--seconds", type=float, default=600.0, help="time after which nothing new starts")
-        parser.add_argument("--began", type=float, help="when that time began, on this machine's monotonic clock")
-        given = parser.parse_args(arguments)
-        self.smoke: bool = given.smoke
+    Args:
+        folder: of the JSON file.
+        seconds: time after which nothing new starts.
+        began: when that time began, on this machine's monotonic clock; None: now.
+        smoke: tiny shapes on the CPU.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, seconds: float = 600.0, began: float | None = None, *, smoke: bool = False
+    ) -> None:
+        self.smoke, self.folder = smoke, folder
         self.device = torch.device("cpu" if self.smoke else "cuda")
         self.devices = 0 if self.smoke else torch.cuda.device_count()
         """GPUs for ranks over process groups; 0: Gloo on the CPU."""
         self.library = "Gloo" if self.smoke else "NCCL"
-        self.folder: Path = given.out
-        self._seconds, self._written = given.seconds, -math.inf
-        self._start: float = time.monotonic() if given.began is None else given.began
+        self._seconds, self._written = seconds, -math.inf
+        self._start = time.monotonic() if began is None else began
         self._lost = ""
-        self._file = given.out / f"{name}.json"
+        self._file = folder / f"{name}.json"
         self._content: dict[str, Any] = {"step": name, "finished": False, "error": "", "seconds": 0.0, "now": ""}
         self._content |= {"commit": os.environ.get("COMMIT", ""), "checks": [], "figures": [], "not_run": []}
-        given.out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self._write()
 
     @property
@@ -79,21 +82,10 @@ class Step(AbstractContextManager["Step"]):
     def late(self) -> bool:
         return self.left <= 0
 
-    @property
-    def _hindered(self) -> str:
-        """Why nothing new starts, or "". After an error of the device nothing in this process can be right."""
-        return self._lost or (OUT_OF_TIME if self.late else "")
-
     def note(self, **values: Any) -> None:
         """Add facts about the whole step."""
         self._content |= values
         self._write()
-
-    def check(self, group: str, name: str, ok: bool, of: Sequence[str] = (), **detail: Any) -> None:
-        """Record something that is right or wrong."""
-        self._add("checks", {"group": group, "name": name, "ok": bool(ok), "of": list(of), "detail": detail})
-        if not ok:
-            print(f"WRONG  {group}: {name}: {detail}", flush=True)
 
     def figure(
         self,
@@ -114,48 +106,55 @@ class Step(AbstractContextManager["Step"]):
         """Record something that could not be tested."""
         self._add("not_run", {"name": name, "reason": " ".join(reason.split())})
 
-    def add(self, group: str, name: str, ok: bool | None, detail: dict[str, Any]) -> None:
-        """Record a ``Row``."""
+    def add(self, group: str, name: str, ok: bool | None, detail: Mapping[str, Any]) -> None:
+        """Record a ``Row``, whose detail may have ``of``."""
         if ok is None:
             self.not_run(f"{group}: {name}", detail["reason"])
-        else:
-            self.check(group, name, ok, **detail)
-
-    def attempt(self, group: str, name: str, call: Callable[[], Found], of: Sequence[str] = ()) -> None:
-        """Record what a call finds; it is wrong if it raises, unless that is a ``refusal``."""
-        if reason := self._hindered:
-            self.not_run(f"{group}: {name}", reason)
             return
-        self.note(now=f"{group}: {name}")
-        ok, detail = found_by(call)
-        self.add(group, name, ok, {"of": of} | detail)
-        if lost(detail):
-            self._lost = f"the device was lost in {group}: {name}"
+        shown = {key: value for key, value in detail.items() if key != "of"}
+        row = {"group": group, "name": name, "ok": bool(ok), "of": list(detail.get("of", ())), "detail": shown}
+        self._add("checks", row)
+        if not ok:
+            print(f"WRONG  {group}: {name}: {shown}", flush=True)
+
+    def attempt(self, group: str, name: str, call: Callable[[], Verdict], of: Sequence[str] = ()) -> None:
+        """Record the verdict of a call."""
+        if self._begin(f"{group}: {name}"):
+            ok, detail = judge(call)
+            self.add(group, name, ok, {"of": of} | detail)
+            if lost(detail):
+                self._lost = f"the device was lost in {group}: {name}"
 
     def measure(self, name: str, call: Call) -> None:
         """Run a call that records its own figures; a failure does not prevent other measurements."""
-        if reason := self._hindered:
-            self.not_run(name, reason)
-            return
-        self.note(now=name)
-        try:
-            call()
-        except Exception as error:  # of any library
-            self.not_run(name, in_a_line(error))
+        if self._begin(name):
+            try:
+                call()
+            except Exception as error:  # of any library
+                self.not_run(name, one_line(error))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._content["finished"] = error is None
-        if error is not None:
-            self._content["error"] = in_a_line(error)
-            traceback.print_exception(error)
+    def _begin(self, name: str) -> bool:
+        """Note what runs now. Return False if it may not: after the cap, or after an error of the device, since then
+        nothing in this process can be right."""
+        if reason := self._lost or (OUT_OF_TIME if self.late else ""):
+            self.not_run(name, reason)
+        else:
+            self.note(now=name)
+        return not reason
+
+    def run(self, call: Callable[[Step], object]) -> int:
+        """Call it, and record how it ends: 1 if it fails, or has found anything wrong."""
+        try:
+            call(self)
+            self._content["finished"] = True
+        except Exception as error:  # of any library
+            self._content["error"] = one_line(error)
+            traceback.print_exc()
         self._write()
         wrong = sum(not check["ok"] for check in self._content["checks"])
         checks, figures = len(self._content["checks"]), len(self._content["figures"])
         print(f"{self._content['step']}: {checks} checks, {wrong} wrong; {figures} figures", flush=True)
-        if error is not None or wrong:
-            sys.exit(1)
+        return int(wrong > 0 or not self._content["finished"])
 
     def _add(self, kind: str, row: dict[str, Any]) -> None:
         self._content[kind].append(row)
@@ -170,18 +169,18 @@ class Step(AbstractContextManager["Step"]):
         new.replace(self._file)
 
 
-def found_by(call: Callable[[], Found]) -> Found:
-    """The result of a call; an exception is wrong, unless it is a ``refusal``."""
+def judge(call: Callable[[], Verdict]) -> Verdict:
+    """The verdict of a call; an exception is wrong, unless it is a ``refusal``."""
     try:
         return call()
     except Exception as error:  # of any library, or of the compiler
         return stopped(error)
 
 
-def stopped(error: BaseException) -> Found:
+def stopped(error: BaseException) -> Verdict:
     """What an exception says of a case: that it could not run, or that it is wrong."""
     reason = refusal(error)
-    return (False, {"failure": in_a_line(error)}) if reason is None else (None, {"reason": reason})
+    return (False, {"failure": one_line(error)}) if reason is None else (None, {"reason": reason})
 
 
 def lost(detail: dict[str, Any]) -> bool:
@@ -191,21 +190,23 @@ def lost(detail: dict[str, Any]) -> bool:
 
 def refusal(error: BaseException) -> str | None:
     """The reason, if an exception or a cause of it says that something cannot run on this machine."""
-    at: BaseException | None = error
-    while at is not None:
-        if isinstance(at, NotRun):
-            return str(at)
-        if isinstance(at, torch.OutOfMemoryError):
+    for cause in _causes(error):
+        if isinstance(cause, NotRun):
+            return str(cause)
+        if isinstance(cause, torch.OutOfMemoryError):
             return "this GPU has too little memory for it"
-        missing = isinstance(at, ImportError) and (at.name or "").partition(".")[0] not in (
-            "",
-            "cp_plugin",
-            "cp_kernels",
-        )
-        if missing or (type(at) in (RuntimeError, NotImplementedError) and _raised_in(at) in REFUSE):
-            return in_a_line(at)
-        at = at.__cause__
+        library = (cause.name or "").partition(".")[0] if isinstance(cause, ImportError) else ""
+        refused = type(cause) in (RuntimeError, NotImplementedError) and _raised_in(cause) in REFUSE
+        if refused or library not in ("", "cp_plugin", "cp_kernels"):
+            return one_line(cause)
     return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and what it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _raised_in(error: BaseException) -> str:
@@ -214,7 +215,7 @@ def _raised_in(error: BaseException) -> str:
     return frames[-1][0].f_globals.get("__name__", "").partition(".")[0] if frames else ""
 
 
-def worst(errors: Mapping[str, float], limits: Mapping[str, float]) -> Found:
+def worst(errors: Mapping[str, float], limits: Mapping[str, float]) -> Verdict:
     """Whether all errors are within their limits, and the one closest to (or furthest beyond) its limit."""
 
     def finite(x: float) -> float | str:
@@ -225,13 +226,10 @@ def worst(errors: Mapping[str, float], limits: Mapping[str, float]) -> Found:
     return all(errors[name] <= limits[name] for name in errors), detail
 
 
-def in_a_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An exception and its causes, abbreviated."""
-    found, at = [], error
-    while at is not None and len(found) < 3:
-        found.append(f"{type(at).__name__}: {' '.join(str(at).split())[:300]}")
-        at = at.__cause__
-    return "; from ".join(found)
+    parts = (f"{type(one).__name__}: {' '.join(str(one).split())[:300]}" for one in islice(_causes(error), 3))
+    return "; from ".join(parts)
 
 
 def medians(calls: Mapping[str, Call], rounds: int, warm_up: int = 2) -> dict[str, float]:
@@ -245,3 +243,15 @@ def medians(calls: Mapping[str, Call], rounds: int, warm_up: int = 2) -> dict[st
     take_turns(turns, warm_up if device.type == "cuda" else 0, device)
     taken = zip(calls, take_turns(turns, rounds, device), strict=True)
     return {name: 1e3 * statistics.median(one.total for one in rounds_of) for name, rounds_of in taken}
+
+
+def main() -> int:
+    step, folder, seconds, began, *smoke = sys.argv[1:]
+    record = Step(step.partition(":")[2], Path(folder), float(seconds), float(began), smoke=bool(smoke))
+    return record.run(lambda record: pkgutil.resolve_name(step)(record))
+
+
+if __name__ == "__main__":
+    from record import main  # the module that the steps import: they raise its exceptions
+
+    sys.exit(main())

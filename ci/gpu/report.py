@@ -21,63 +21,65 @@ MOST_SHOWN = 40
 Json = dict[str, Any]
 
 
-def join(folder: Path, *asked: str) -> Json:
+def join(folder: Path, *names: str) -> Json:
     """All results so far, from the steps' files and FOLDER/check.json, written there and to FOLDER/page.md; a step that
-    was asked for and left nothing is wrong."""
+    has run and left nothing is wrong."""
     file = folder / "check.json"
     steps = json.loads(file.read_text())["steps"] if file.exists() else {}
     files = {name: folder / f"{name}.json" for name in PLAN}
     steps |= {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    for name in asked:
+    for name in names:
         if not files[name].exists():  # what an earlier call had of it no longer counts
             steps[name] = NOTHING | {"step": name, "finished": False, "error": "it left nothing"}
-    found = {"steps": {name: steps[name] for name in PLAN if name in steps}}
+    results = {"steps": {name: steps[name] for name in PLAN if name in steps}}
     if pack := steps.get("environment", {}).get("pack"):
         pack["compiled anew"] = anew(pack)
     new = file.with_suffix(".new")
-    new.write_text(json.dumps(found, separators=(",", ":")))
+    new.write_text(json.dumps(results, separators=(",", ":")))
     new.replace(file)
-    (folder / "page.md").write_text(page(found))
+    (folder / "page.md").write_text(page(results))
     for file in files.values():
         file.unlink(missing_ok=True)
-    return found
+    return results
 
 
-def failures(found: Json) -> list[tuple[str, str]]:
+def failures(results: Json) -> list[tuple[str, str]]:
     """What is wrong, and how; so is a step that crashed, if it checks. One that its cap ended has not run the rest."""
     wrong = []
-    for name, step in found["steps"].items():
+    for name, step in results["steps"].items():
         if not (step["finished"] or step.get("capped") or PLAN[name].measures):
             wrong.append((f"step {name}", _end(step)))
         wrong += [(f"{c['group']}: {c['name']}", _how(c["detail"])) for c in step["checks"] if not c["ok"]]
     return wrong
 
 
-def page(found: Json) -> str:
+def page(results: Json) -> str:
     """Markdown."""
-    found, here = _reported(found), found["steps"].get("environment", {})
-    machine, made = here.get("machine", {}), here.get("made", {})
-    commits = sorted({step["commit"] for step in found["steps"].values() if step.get("commit")})
+    results, environment = _reported(results), results["steps"].get("environment", {})
+    machine, made = environment.get("machine", {}), environment.get("made", {})
+    commits = sorted({step["commit"] for step in results["steps"].values() if step.get("commit")})
     several = f" **Its steps ran on {len(commits)} commits:** {', '.join(commits)}." if len(commits) > 1 else ""
     introduction = (
         f"Written by `ci/gpu/check.sh` on {made.get('date', 'an unknown date')}, at commit "
         f"{made.get('commit', 'not known')}, from the JSON file of the same name. Ratios are medians of calls that "
         f"took turns in one run. Targets are those of the project; a figure that misses one is no error.{several}"
     )
-    pack = {name: text for name, text in here.get("pack", {}).items() if isinstance(text, str) and name != "cache"}
-    facts = [(name, _words(value)) for name, value in (machine | here.get("versions", {}) | pack).items()]
-    parts = [f"# {machine.get('name', 'Unknown machine')}", introduction, _result(failures(found))]
-    parts += ["## Machine and versions", _table(("", ""), facts), "## Correctness", _checks(found)]
-    for name, step in found["steps"].items():
+    pack = {
+        name: text for name, text in environment.get("pack", {}).items() if isinstance(text, str) and name != "cache"
+    }
+    facts = [(name, _words(value)) for name, value in (machine | environment.get("versions", {}) | pack).items()]
+    parts = [f"# {machine.get('name', 'Unknown machine')}", introduction, _result(failures(results))]
+    parts += ["## Machine and versions", _table(("", ""), facts), "## Correctness", _checks(results)]
+    for name, step in results["steps"].items():
         if step["figures"]:
             parts += [f"## Measured: {PLAN[name].title}", *_figures(step["figures"])]
-    parts += ["## Not measured", _not_run(found)]
+    parts += ["## Not measured", _not_run(results)]
     return "\n\n".join(parts) + "\n"
 
 
-def _reported(found: Json) -> Json:
+def _reported(results: Json) -> Json:
     """The results without the figures of what a check found to be wrong."""
-    steps = found["steps"]
+    steps = results["steps"]
     wrong = [check for step in steps.values() for check in step["checks"] if check.get("of") and not check["ok"]]
     reported = {}
     for name, step in steps.items():
@@ -90,7 +92,7 @@ def _reported(found: Json) -> Json:
                 reason = f"its timing is withheld, since {own['group']}: {own['name']} is wrong"
                 withheld.append({"name": f"{figure['group']}: {figure['name']}", "reason": reason})
         reported[name] = step | {"figures": kept, "not_run": step["not_run"] + withheld}
-    return found | {"steps": reported}
+    return results | {"steps": reported}
 
 
 def _result(wrong: list[tuple[str, str]]) -> str:
@@ -101,9 +103,9 @@ def _result(wrong: list[tuple[str, str]]) -> str:
     return f"**{len(wrong)} wrong:**\n\n" + _table(("what", "how"), rows) + more
 
 
-def _checks(found: Json) -> str:
+def _checks(results: Json) -> str:
     rows = []
-    for step in found["steps"].values():
+    for step in results["steps"].values():
         for group, checks in _grouped(step["checks"]).items():
             near = max(_share(check["detail"]) for check in checks)
             right = sum(check["ok"] for check in checks)
@@ -126,10 +128,10 @@ def _figures(figures: list[Json]) -> list[str]:
     return parts
 
 
-def _not_run(found: Json) -> str:
+def _not_run(results: Json) -> str:
     by_reason: dict[str, dict[str, None]] = {}
     for name in PLAN:
-        step = found["steps"].get(name)
+        step = results["steps"].get(name)
         if step is None:
             reason, title = "the step was not requested, or there was no time left for it", PLAN[name].title
             by_reason.setdefault(reason, {})[f"{name} ({title})"] = None
@@ -147,10 +149,10 @@ def _not_run(found: Json) -> str:
 
 def _grouped(rows: list[Json]) -> dict[str, list[Json]]:
     """By group, in order of first appearance."""
-    found: dict[str, list[Json]] = {}
+    groups: dict[str, list[Json]] = {}
     for row in rows:
-        found.setdefault(row["group"], []).append(row)
-    return found
+        groups.setdefault(row["group"], []).append(row)
+    return groups
 
 
 def _target(figure: Json) -> tuple[str, str]:
@@ -188,17 +190,17 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def publish(check: Path, docs: Path) -> None:
     """Write the page and its result file under the name of the GPU."""
-    found = json.loads(check.read_text())
-    name = re.sub(r"[^a-z0-9]+", "-", found["steps"]["environment"]["machine"]["name"].lower()).strip("-")
+    results = json.loads(check.read_text())
+    name = re.sub(r"[^a-z0-9]+", "-", results["steps"]["environment"]["machine"]["name"].lower()).strip("-")
     docs.mkdir(parents=True, exist_ok=True)
     (docs / f"{name}.json").write_text(check.read_text())
-    (docs / f"{name}.md").write_text(page(found))
+    (docs / f"{name}.md").write_text(page(results))
     print(docs / f"{name}.md")
 
 
-def finish(folder: Path, *asked: str) -> int:
+def finish(folder: Path, *names: str) -> int:
     """Join, and print what is wrong; 1 if anything is."""
-    wrong = failures(join(folder, *asked))
+    wrong = failures(join(folder, *names))
     for name, how in wrong[:MOST_SHOWN]:
         print(f"WRONG {name}: {how}")
     print(f"FAIL: {len(wrong)} wrong" if wrong else "PASS: nothing is wrong", f"({folder / 'page.md'})", flush=True)

@@ -2,10 +2,12 @@
 # Wheels of the check's dependencies, for a machine without a network.
 # Usage: ci/gpu/wheels.sh [DIR]                       download into DIR (default out/gpu/wheels; about 20 MB)
 #        ci/gpu/wheels.sh --install DIR SITE PYTHON   install into the folder SITE what PYTHON lacks
-# For Python 3.12 on x86-64 Linux; VERSION=3.13 selects another. ci/gpu/wheels.txt lists the packages: imports of Megatron's
-# training, and fla, the kernels of linear attention; torch and triton must be installed already.
+# For Python 3.12 on x86-64 Linux; VERSION=3.13 selects another. torch and triton must be installed already.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+packages=( # megatron-core, what its training imports, and fla, the kernels of linear attention
+  megatron-core fla-core einops numpy packaging psutil pyyaml tensorboard absl-py protobuf rich markdown-it-py mdurl pygments
+)
 
 if [ "${1:-}" = --install ]; then
   wheels="$2" site="$3" python="$4" missing=()
@@ -23,4 +25,4 @@ platforms=()
 for libc in 39 35 34 31 28 27 24 17 12 5; do platforms+=(--platform "manylinux_2_${libc}_x86_64"); done
 exec "${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
   --implementation cp --python-version "${VERSION:-3.12}" "${platforms[@]}" --platform manylinux2014_x86_64 \
-  --constraint "$here/../constraints.txt" --requirement "$here/wheels.txt" --dest "${1:-out/gpu/wheels}"
+  --constraint "$here/../constraints.txt" --dest "${1:-out/gpu/wheels}" "${packages[@]}"

@@ -21,7 +21,7 @@ STEP = """
 import torch
 from cp_kernels import permute
 
-def main():
+def launch(step):
     x, order = torch.empty(128, 1, 8, 64, device="cuda"), torch.empty(128, dtype=torch.int64, device="cuda")
     permute.gather_rows((x,), order)
 """
@@ -44,7 +44,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pack of one kernel."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "tiny_step.py").write_text(STEP)
-    said = python(str(GPU / "pack.py"), str(folder / "pack"), "600", "tiny_step", paths=[folder])
+    said = python(str(GPU / "pack.py"), str(folder / "pack"), "600", "tiny_step:launch", paths=[folder])
     assert re.match(r"\d kernels and C modules of Triton ", said)
     return folder / "pack"
 
@@ -69,9 +69,9 @@ def told(paths: list[Path], environment: dict[str, str]) -> list[str]:
         "import pathlib, sys, pack; print(*map('='.join, pack.stub_of_the_driver(pathlib.Path(sys.argv[1])).items()))"
     )
     driver = python("-c", text, str(stub), paths=[*paths, GPU]).split()
-    given = environment | dict(line.split("=", 1) for line in driver)
-    python(str(GPU / "ahead.py"), str(stub), "tiny_step", paths=paths, **given)
-    code = "import pack; found = pack.described()['pack']; print(found['packed kernels'], pack.anew(found), sep='\\n')"
+    stubbed = environment | dict(line.split("=", 1) for line in driver)
+    python(str(GPU / "ahead.py"), str(stub), "tiny_step:launch", paths=paths, **stubbed)
+    code = "import pack; about = pack.describe()['pack']; print(about['packed kernels'], pack.anew(about), sep='\\n')"
     return python("-c", code, paths=[*paths, GPU], **environment).splitlines()
 
 

@@ -6,19 +6,25 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from equipment.nccl import lazy
 from nightly import nightly
 from processes import alive, wait_until
 
+from cp_plugin.engine.attention.calls import Setup
+from cp_plugin.engine.methods import registry as providers
+
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "ci/gpu"
-PATHS = os.pathsep.join(map(str, (HERE, ROOT, ROOT / "kernels", ROOT / "tests/kernels")))
+OUT_OF_TIME = (None, {"reason": "out of time: the cap of its step"})
 TRITON, FLASH = "kernel triton for heads of 128/128", "kernel sdpa for heads of 128/128"
 
 
@@ -40,18 +46,6 @@ def finished(
     """Of steps: exit status, output and page."""
     finish = script("ci/gpu/report").finish
     return lambda *steps: (finish(tmp_path, *steps), capsys.readouterr().out, (tmp_path / "page.md").read_text())
-
-
-def program(text: str, folder: Path, **environment: str) -> list[str]:
-    """The lines that begin with ``>`` of what a program prints beside the scripts of the check."""
-    done = subprocess.run(
-        [sys.executable, "-c", text, str(folder)],
-        env={**os.environ, "PYTHONPATH": PATHS} | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [line.removeprefix("> ") for line in done.stdout.splitlines() if line.startswith("> ")]
 
 
 @pytest.mark.parametrize("over", [0.0, 10.0])
@@ -88,9 +82,9 @@ def test_the_page_describes_the_plan(plan: ModuleType) -> None:
 @pytest.mark.parametrize("how", ["killed 0.5 s after the cap of 3 s for nccl", "the call was stopped"])
 def test_a_step_that_does_not_end_is_killed_with_its_processes(how: str, tmp_path: Path) -> None:
     """By its cap, or by SIGTERM to the call: what it had stays, in few files, with its last case; nothing is wrong."""
-    (tmp_path / "nccl.py").write_text(
+    (tmp_path / "record.py").write_text(
         "import json, os, pathlib, subprocess, sys, time; child = subprocess.Popen(['sleep', '600'])\n"
-        "out = pathlib.Path(sys.argv[sys.argv.index('--out') + 1])\n"
+        "out = pathlib.Path(sys.argv[2])\n"
         "had = {'finished': False, 'error': '', 'seconds': 1.0, 'figures': [], 'not_run': [], 'now': 'ring, full'}\n"
         "had['checks'] = [{'group': 'over NCCL', 'name': 'ring', 'ok': True, 'of': [], 'detail': {}}]\n"
         "(out / 'nccl.json').write_text(json.dumps({'step': 'nccl'} | had))\n"
@@ -102,7 +96,7 @@ def test_a_step_that_does_not_end_is_killed_with_its_processes(how: str, tmp_pat
         "sys.argv[1:] = ['--smoke', '--only', 'nccl', '--out', sys.argv[1] + '/out']; sys.exit(plan.main())\n"
     )
     command, started = [sys.executable, "-c", text, str(tmp_path)], tmp_path / "child"
-    call = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PATHS}, stdout=subprocess.PIPE, text=True)
+    call = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(HERE)}, stdout=subprocess.PIPE, text=True)
     wait_until(lambda: call.poll() is not None or (started.exists() and started.read_text()))
     if stopped := how == "the call was stopped":
         call.terminate()
@@ -163,134 +157,108 @@ def test_steps_that_end_early(finished: Callable[..., Any], tmp_path: Path) -> N
 
 
 @nightly
-def test_what_stops_a_case_of_several_ranks(tmp_path: Path) -> None:
+def test_what_stops_a_case_of_several_ranks(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
     """Whatever happened first: the end of a rank breaks the connections of others, whose errors come after it. A rank
     that raises or never comes is wrong; a library that refuses, a compiler, or a cap leaves a case that is not run."""
-    text = """
-import sys, time, types
-import torch.distributed as dist
-from over_ranks import over_ranks
-from record import NotRun, Step
+    workers = script("ci/gpu/workers")
 
-def elsewhere(source, file, module):
-    named = types.ModuleType(module)
-    exec(compile(source, file, "exec"), vars(named))
-    return named.call
+    def compiled_as(file: str, source: str) -> Callable[[], None]:
+        module = ModuleType(file.split("/")[2])
+        exec(compile(source, file, "exec"), vars(module))
+        return module.call
 
-def hangs(): time.sleep(60)
-def fails(): raise ValueError("planted")
-def late(): time.sleep(1)
-refuses = elsewhere("def call(): raise RuntimeError('not with this Triton')", "/site/fla/ops.py", "fla.ops")
-mistaken = elsewhere("def call(): raise TypeError('one argument too many')", "/site/fla/ops.py", "fla.ops")
-compiles = elsewhere("def call():\\n import time\\n time.sleep(60)", "/site/triton/compiler/compiler.py", "triton")
-faults = [hangs, fails, refuses, mistaken, compiles]
+    def hangs() -> None:
+        time.sleep(60)
 
-def each(case):
-    if case % 2 == 0 and dist.get_rank() == 0:
-        late()  # so its time for the next case ends later than rank 1's
-    elif case % 2 == 1:
-        faults[case // 2]() if dist.get_rank() else dist.barrier()
-
-def done(case, found):
-    print(">", case, found, flush=True)
-
-with Step("nccl", ["--smoke", "--out", sys.argv[1]]) as step:
-    over_ranks(step, each, 11, done, ranks=2, case_s=8)
-with Step("nccl", ["--smoke", "--out", sys.argv[1], "--seconds", "2"]) as step:
-    over_ranks(step, lambda case: case and hangs(), 3, done, ranks=2, case_s=20)
-"""
-    lines = program(text, tmp_path)
-    fine = {f"{case} [None, None]" for case in range(0, 11, 2)}
-    assert fine <= {*lines}
-    assert [line for line in lines if line not in fine] == [
-        "1 (False, {'failure': 'ranks [1] did not finish within 8 s; rank 1 in hangs (<string>:12)'})",
-        "3 (False, {'failure': 'rank 1: ValueError: planted'})",
-        "5 (None, {'reason': 'rank 1: RuntimeError: not with this Triton'})",
-        "7 (False, {'failure': 'rank 1: TypeError: one argument too many'})",
-        "9 (None, {'reason': 'ranks [1] were still compiling or autotuning kernels after 8 s'})",
-        "0 [0, 0]",
-        "1 (None, {'reason': 'out of time: the cap of its step'})",
-        "2 (None, {'reason': 'out of time: the cap of its step'})",
-    ]
-
-
-@nightly
-def test_what_ends_a_process_of_cases(tmp_path: Path) -> None:
-    """Its rows so far are kept, and other processes go on."""
-    (tmp_path / "planted.py").write_text(
-        """
-import os, time
-
-def rows(group):
-    yield "group", group, True, {}
-    if group == "device":
-        yield "group", "lost", False, {"failure": "RuntimeError: CUDA error: an illegal memory access"}
-    elif group == "raises":
+    def fails() -> None:
         raise ValueError("planted")
-    elif group == "ends":
-        os._exit(7)
-    elif group == "hangs":
-        time.sleep(600)
-    yield "group", f"{group}, again", True, {}
-"""
-    )
-    text = """
-import sys
-sys.path.append(sys.argv[1])
-from planted import rows
-from spread import spread
 
-for group, row in spread(rows, ["device", "raises", "ends", "hangs", "fine"], here=False, seconds=60):
-    print(">", group, row[-2:])
-"""
-    lines = program(text, tmp_path)
-    assert sorted(lines) == sorted(
+    refuses = compiled_as("/site/fla/ops.py", "def call(): raise RuntimeError('not with this Triton')")
+    mistaken = compiled_as("/site/fla/ops.py", "def call(): raise TypeError('one argument too many')")
+    compiles = compiled_as("/site/triton/compiler/compiler.py", "def call():\n import time\n time.sleep(60)")
+    faults = [hangs, fails, refuses, mistaken, compiles]
+
+    def each(case: int) -> None:
+        if case % 2 == 0 and dist.get_rank() == 0:
+            time.sleep(1)  # so its time for the next case ends later than rank 1's
+        elif case % 2 == 1:
+            faults[case // 2]() if dist.get_rank() else dist.barrier()
+
+    with lazy.waiting(0):
+        results = list(workers.run_on_ranks(workers.Step("nccl", tmp_path, smoke=True), each, 11, ranks=2, case_s=8))
+        step = workers.Step("nccl", tmp_path, 2, smoke=True)
+        capped = list(workers.run_on_ranks(step, lambda case: case and hangs(), 3, ranks=2, case_s=20))
+    assert results[::2] == [(case, [None, None]) for case in range(0, 11, 2)]
+    hanging = f"test_gpu_plan.py:{hangs.__code__.co_firstlineno + 1}"
+    assert [verdict for _, verdict in results[1::2]] == [
+        (False, {"failure": f"ranks [1] did not finish within 8 s; rank 1 in hangs ({hanging})"}),
+        (False, {"failure": "rank 1: ValueError: planted"}),
+        (None, {"reason": "rank 1: RuntimeError: not with this Triton"}),
+        (False, {"failure": "rank 1: TypeError: one argument too many"}),
+        (None, {"reason": "ranks [1] were still compiling or autotuning kernels after 8 s"}),
+    ]
+    assert capped == [(0, [0, 0]), *((case, OUT_OF_TIME) for case in (1, 2))]
+
+
+def planted_rows(group: str) -> Iterator[tuple[str, str, bool, dict[str, str]]]:
+    yield "group", group, True, {}
+    match group:
+        case "device":
+            yield "group", "lost", False, {"failure": "RuntimeError: CUDA error: an illegal memory access"}
+        case "raises":
+            raise ValueError("planted")
+        case "ends":
+            os._exit(7)
+        case "hangs":
+            time.sleep(600)
+    yield "group", f"{group}, again", True, {}
+
+
+@nightly
+def test_what_ends_a_process_of_cases(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows so far are kept, and other processes go on."""
+    spread = script("ci/gpu/workers").spread
+    monkeypatch.syspath_prepend(str(HERE))  # for the processes
+    groups = ["device", "raises", "ends", "hangs", "fine"]
+    rows = [(group, row[-2:]) for group, row in spread(planted_rows, groups, inline=False, seconds=60)]
+    assert sorted(rows, key=str) == sorted(
         [
-            *(f"{group} (True, {{}})" for group in ("device", "raises", "ends", "hangs", "fine", "fine")),
-            "device (False, {'failure': 'RuntimeError: CUDA error: an illegal memory access'})",
-            "device (None, {'reason': 'the device was lost in lost'})",
-            "raises (False, {'failure': 'ValueError: planted'})",
-            "ends (False, {'failure': 'its process ended with status 7'})",
-            "hangs (None, {'reason': 'out of time: the cap of its step'})",
-        ]
+            *((group, (True, {})) for group in (*groups, "fine")),
+            ("device", (False, {"failure": "RuntimeError: CUDA error: an illegal memory access"})),
+            ("device", (None, {"reason": "the device was lost in lost"})),
+            ("raises", (False, {"failure": "ValueError: planted"})),
+            ("ends", (False, {"failure": "its process ended with status 7"})),
+            ("hangs", OUT_OF_TIME),
+        ],
+        key=str,
     )
 
 
 @nightly
-def test_ranks_are_threads_where_nccl_does_not_share_a_gpu(tmp_path: Path) -> None:
+def test_ranks_are_threads_where_nccl_does_not_share_a_gpu(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every provider once, then the rest; the page says why, and what is wrong is wrong."""
-    text = """
-import json, pathlib, sys, nccl, over_ranks
-from cp_plugin.engine.methods import registry as providers
-from record import Step
+    workers, nccl = script("ci/gpu/workers"), script("ci/gpu/nccl")
+    monkeypatch.setattr(workers, "once_on_ranks", lambda *_, **__: (False, {"failure": "Duplicate GPU detected"}))
+    compare = nccl.compare
 
-out = sys.argv[1]
-over_ranks.one_over_ranks = lambda *_, **__: (False, {"failure": "Duplicate GPU detected"})
-started = Step.__init__
-def on_one_gpu(step, *given):
-    started(step, *given)
-    step.devices = 1
-Step.__init__ = on_one_gpu
-near, planted = nccl.near, (False, {"failure": "planted"})
-nccl.near = lambda setup, *rest: planted if setup.provider.name == "ring" else near(setup, *rest)
-sys.argv = ["nccl.py", "--smoke", "--out", out]
-try:
-    nccl.main()
-except SystemExit as end:
-    print("> status", end.code)
-step = json.loads(pathlib.Path(out, "nccl.json").read_text())
-every = [*providers.names(), *providers.names("linear")]
-names = [check["name"].split(": ")[1].split()[0] for check in step["checks"]]
-print(">", sorted(names[: len(every)]) == sorted(every), {c["group"] for c in step["checks"]})
-print(">", {c["name"].split(": ")[1].split()[0] for c in step["checks"] if not c["ok"]}, step["checks"][0]["of"])
-print(">", [row for row in step["not_run"] if "Duplicate" in row["reason"]], flush=True)
-"""
-    status, order, wrong, reason = program(text, tmp_path)
+    def compare_wrong_ring(setup: Setup, *rest: Any) -> object:
+        return (False, {"failure": "planted"}) if setup.provider.name == "ring" else compare(setup, *rest)
+
+    monkeypatch.setattr(nccl, "compare", compare_wrong_ring)
+    on_one_gpu = nccl.Step("nccl", tmp_path, smoke=True)
+    on_one_gpu.devices = 1
+    assert on_one_gpu.run(nccl.nccl) == 1
+    step = json.loads((tmp_path / "nccl.json").read_text())
+    names = [check["name"].split(": ")[1].split()[0] for check in step["checks"]]
+    every = [*providers.names(), *providers.names("linear")]
+    assert sorted(names[: len(every)]) == sorted(every)
+    assert {check["group"] for check in step["checks"]} == {"ranks as threads, not over Gloo"}
+    assert {name for name, check in zip(names, step["checks"], strict=True) if not check["ok"]} == {"ring"}
+    assert step["checks"][0]["of"] == [f"provider {names[0]}"]
     refused = "4 ranks cannot share 1 GPU here: Duplicate GPU detected"
-    assert status == "status 1"
-    assert order == "True {'ranks as threads, not over Gloo'}"
-    assert wrong.startswith("{'ring'} ['provider ")
-    assert reason == f"[{{'name': 'over Gloo: 4 ranks say their first words', 'reason': '{refused}'}}]"
+    assert {"name": "over Gloo: 4 ranks say their first words", "reason": refused} in step["not_run"]
 
 
 @nightly
@@ -299,7 +267,7 @@ def test_a_training_that_goes_wrong(
 ) -> None:
     """A wrong gradient, one too small to be seen among others, a loss of NaN or too many bytes on one rank, or no
     self-check. In bfloat16 equal losses, by chance, of one rank in both precisions leave a limit."""
-    training = script("ci/gpu/megatron_training")
+    training = script("ci/gpu/training_runs")
     sizes = {"w": torch.ones(8), "q": torch.ones(8) / 1e6}
     right = training.Trained([4.0, 3.0], sizes, {("forward", "cp"): 8}, {("forward", "cp"): 8}, True)
     too_many = "rank 3 sent {('forward', 'cp'): 9} bytes instead of {('forward', 'cp'): 8}"
@@ -310,15 +278,14 @@ def test_a_training_that_goes_wrong(
         too_many: (3, {"sent": {("forward", "cp"): 9}}),
         "rank 0: no self-check": (0, {"checked": False}),
     }
-    step = training.Step("megatron_training", ["--smoke", "--out", str(tmp_path)])
+    step = training.Step("megatron_training", tmp_path, smoke=True)
     for said, (rank, changed) in {"": (0, {}), **wrong}.items():
         of_ranks = [right._replace(**changed) if n == rank else right for n in range(4)]
         monkeypatch.setattr(training, "train", lambda n, *_, of_ranks=of_ranks: of_ranks if n > 1 else [right])
-        training.one_rank.cache_clear()
-        ok, detail = training.compared(training.Run("planted", ""), step)
+        ok, detail = training.compare(training.Run("planted", ""), step)
         assert (ok, detail.get("failure", detail["tensor"])) == (not said, said or "losses")
     rounded = right._replace(gradients={name: 1.01 * x for name, x in sizes.items()})
     limits = training.limits_of(rounded, right)
     for loss, near in ((4.0001, True), (4.001, False)):
-        ok, detail = training.judged([rounded._replace(losses=[loss, 3.0])], rounded, limits)
+        ok, detail = training.compare_trained([rounded._replace(losses=[loss, 3.0])], rounded, limits)
         assert (ok, detail["tensor"]) == (near, "losses")

@@ -75,7 +75,7 @@ _FA2_PAPER = "arXiv 2307.08691 (FlashAttention-2), section 4.1: 73 % and 63 % of
 _FA3_PAPER = "arXiv 2407.08608 (FlashAttention-3), figures 5 and 6: H100 SXM, head size 128, 16k tokens"
 _SAME = "the same kernels"
 _TE_ORDER = "Transformer Engine prefers cuDNN to flash-attn from 9.0 on (dot_product_attention/utils.py)"
-_TARGETS = "ci/gpu/kernel_speed.py wants 0.75 of torch's FlashAttention-2 forward, and 0.65 backward"
+_TARGETS = "ci/gpu/performance.py wants 0.75 of torch's FlashAttention-2 forward, and 0.65 backward"
 _OURS = (Candidate("triton", None, "takes what no library does"), Candidate("reference", None, "takes everything"))
 
 _AMPERE = Family(

@@ -1,4 +1,5 @@
-"""Megatron's training loop over process groups, with the self-check, against one rank without the plugin.
+"""Training steps over process groups, of Megatron with the self-check and of transformers, against one rank without the
+plugin.
 
 Losses and the gradients of step 1 may differ in bfloat16 by twice one rank's difference to float32; in float32 (the
 smoke test) by the tolerances of ``tests/training.py``. Every parameter has a limit of its own: in the gradient
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from cases import provider
-from over_ranks import first_failure, refused, shared_gpu
-from record import OUT_OF_TIME, Found, NotRun, Step, worst
+from oracle import relative_error
+from record import OUT_OF_TIME, NotRun, Step, Verdict, worst
 from training import DATA, GRADIENT, LOSS, MODEL, PACKED, SGD
+from workers import device, first_failure, join, refused, shared_gpu
 
 from cp_plugin.testing.launch import RankError, run_ranks
 
@@ -32,10 +35,12 @@ LOSSES = "losses"
 """What they are called beside the gradients."""
 LEAST = 2e-4
 """Least limit of the losses in bfloat16: two losses may round to the same number by chance."""
-HALF = {True: "", False: "--bf16"}
-"""Whether it is a smoke test -> flags of its precision."""
 TRAIN_S = 90.0
 """Seconds for one training; by estimate it takes 20. One rank goes first, and compiles for the others."""
+DECODER_PROVIDERS = ("ring", "attention2d", "ulysses")
+DECODER_S = 30.0
+"""Seconds for the training steps of a decoder."""
+LEARNING_RATE = 0.05
 TRAINING = (  # mock documents count up to their length, which must stay below the end-of-document token
     f"{MODEL} {DATA} {SGD} --hidden-size {{hidden}} --ffn-hidden-size {{hidden}} --num-attention-heads 8 "
     "--num-query-groups 4 --seq-length {tokens} --max-position-embeddings {tokens} --vocab-size {vocab} "
@@ -62,7 +67,7 @@ class Run(NamedTuple):
     cp: int = RANKS
 
     @property
-    def of(self) -> tuple[str, ...]:
+    def parts(self) -> tuple[str, ...]:
         """What it needs, as ``record`` says."""
         words = self.flags.split()
         names = (words[i + 1] for i, word in enumerate(words) if word in ("--cp-provider", "--cp-linear-provider"))
@@ -80,17 +85,36 @@ RUNS = (
 )
 
 
-def main() -> None:
-    with Step("megatron_training") as step:
-        if find_spec("megatron") is None:
-            step.not_run("Megatron's own training steps", "megatron-core is not installed: ci/gpu/wheels.sh brings it")
-            return
-        if reason := refused(step, RANKS):
-            step.not_run("Megatron's own training steps", reason)
-            return
+def megatron_training(step: Step) -> None:
+    title = "Megatron's own training steps"
+    if find_spec("megatron") is None:
+        step.not_run(title, "megatron-core is not installed: ci/gpu/wheels.sh brings it")
+    elif reason := refused(step, RANKS):
+        step.not_run(title, reason)
+    else:
         preload()
         for run in RUNS:
-            step.attempt("Megatron's training", run.name, partial(right, partial(compared, run, step), step), run.of)
+            step.attempt(
+                "Megatron's training", run.name, partial(clocked, partial(compare, run, step), step), run.parts
+            )
+
+
+def huggingface(step: Step) -> None:
+    """A small decoder, whose weights are random: nothing is downloaded."""
+    title = "training steps of transformers"
+    if find_spec("transformers") is None:
+        step.not_run(title, "transformers is not installed")
+    elif reason := refused(step, RANKS):
+        step.not_run(title, reason)
+    else:
+        import transformers
+        import transformers.models.llama.modeling_llama
+
+        import cp_plugin.huggingface  # noqa: F401  (once for all ranks, which are forked)
+
+        title += f" {transformers.__version__}"
+        for name in DECODER_PROVIDERS:
+            step.attempt(title, name, partial(clocked, partial(compare_decoder, name, step), step), (provider(name),))
 
 
 def preload() -> None:
@@ -101,7 +125,7 @@ def preload() -> None:
     import cp_plugin.megatron.models.gpt  # noqa: F401
 
 
-def right(compare: Callable[[], Found], step: Step) -> Found:
+def clocked(compare: Callable[[], Verdict], step: Step) -> Verdict:
     """What a comparison finds, or the failure of a rank; and the seconds."""
     began = time.monotonic()
     try:
@@ -114,19 +138,27 @@ def right(compare: Callable[[], Found], step: Step) -> Found:
     return ok, detail | {"seconds": round(time.monotonic() - began, 1)}
 
 
-def compared(run: Run, step: Step) -> Found:
+def compare(run: Run, step: Step) -> Verdict:
     """Whether everything is right, and the error closest to its limit."""
-    alone = run.model if run.alone is None else run.alone
-    want = one_rank(f"{alone} {HALF[step.smoke]}", step)
-    flags = f"{run.model} {HALF[step.smoke]} {run.flags} --context-parallel-size {run.cp}"
+    alone, half = run.model if run.alone is None else run.alone, "" if step.smoke else "--bf16"
+    want = one_rank(train, f"{alone} {half}", step)
+    flags = f"{run.model} {half} {run.flags} --context-parallel-size {run.cp}"
     got = train(RANKS, flags, step)
-    ok, detail = judged(got, want, limits_of(want, None if step.smoke else one_rank(alone, step)))
-    wrong = [f"rank {n}: no self-check" for n, ranks in enumerate(got[:1]) if not ranks.checked]
+    ok, detail = compare_trained(got, want, limits_of(want, None if step.smoke else one_rank(train, alone, step)))
+    wrong = [] if got[0].checked else ["rank 0: no self-check"]
     wrong += [f"rank {n} sent {x.sent} bytes instead of {x.formula}" for n, x in enumerate(got) if x.sent != x.formula]
     return ok and not wrong, detail | ({"failure": "; ".join(wrong)} if wrong else {})
 
 
-def judged(got: Sequence[Trained], want: Trained, limits: Mapping[str, float]) -> Found:
+def compare_decoder(name: str, step: Step) -> Verdict:
+    """Whether every rank has the losses and gradients of one."""
+    dtype = torch.float32 if step.smoke else torch.bfloat16
+    want = one_rank(train_decoder, "", dtype, step)
+    exact = None if step.smoke else one_rank(train_decoder, "", torch.float32, step)
+    return compare_trained(train_decoder(RANKS, name, dtype, step), want, limits_of(want, exact))
+
+
+def compare_trained(got: Sequence[Trained], want: Trained, limits: Mapping[str, float]) -> Verdict:
     """Whether all ranks have these losses and gradients."""
     by_rank = [differences(of_rank, want) for of_rank in got]
     return worst({name: max(errors[name] for errors in by_rank) for name in limits}, limits)
@@ -157,15 +189,14 @@ def differences(got: Trained, want: Trained) -> dict[str, float]:
     if len(got.losses) != len(want.losses) or got.gradients.keys() != want.gradients.keys():
         return dict.fromkeys((LOSSES, *want.gradients), torch.inf)
     errors = [abs(a / b - 1) for a, b in zip(got.losses, want.losses, strict=True)]
-    found = {LOSSES: torch.tensor(errors).max().item()}  # NaN if one is; Python's own max may not say so
-    found |= {name: ((got.gradients[name] - x).norm() / x.norm()).item() for name, x in want.gradients.items()}
-    return {name: x if x == x else torch.inf for name, x in found.items()}
+    worst_loss = max(error if error == error else torch.inf for error in errors)
+    return {LOSSES: worst_loss} | {name: relative_error(got.gradients[name], x) for name, x in want.gradients.items()}
 
 
 @cache
-def one_rank(flags: str, step: Step) -> Trained:
-    """Without context parallelism."""
-    return train(1, flags, step)[0]
+def one_rank(train: Callable[..., list[Trained]], *arguments: Any) -> Trained:
+    """A training run without the plugin."""
+    return train(1, *arguments)[0]
 
 
 def train(ranks: int, flags: str, step: Step) -> list[Trained]:
@@ -202,5 +233,53 @@ def rank(words: str, documents: int, devices: int, log: Path) -> Trained:
     return Trained(record.losses, gradients, record.sent, record.formula, PASSED in log.read_text())
 
 
-if __name__ == "__main__":
-    main()
+def train_decoder(ranks: int, name: str, dtype: torch.dtype, step: Step) -> list[Trained]:
+    return ranks_in_time(decoder_rank, ranks, (name, dtype, step.devices), step, DECODER_S)
+
+
+def decoder_rank(name: str, dtype: torch.dtype, devices: int) -> Trained:
+    """Steps of gradient descent; ``name``: the provider, or "" for the model as it is."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    join(int(os.environ["RANK"]), devices, ranks, DECODER_S)
+    model, tokens = decoder(dtype, small=not devices)
+    batch = {"input_ids": tokens, "labels": tokens}
+    if name:
+        from cp_plugin import ContextParallel, huggingface
+
+        cp = ContextParallel(name, group=dist.group.WORLD)
+        huggingface.apply(model, cp)
+        batch = huggingface.shard(cp, tokens)
+    losses, gradients = [], {}
+    for _ in range(STEPS):
+        loss = model(**batch).loss
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        total, *grads = (x.detach().float() for x in (loss, *grads))
+        for x in (total, *grads):
+            dist.all_reduce(x)
+        losses.append(total.item())
+        named = dict(zip((name for name, _ in model.named_parameters()), grads, strict=True))
+        gradients = gradients or {name: x.cpu() for name, x in named.items()}
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter -= (LEARNING_RATE * named[name]).to(dtype)
+    return Trained(losses, gradients, {}, {}, True)
+
+
+def decoder(dtype: torch.dtype, *, small: bool) -> tuple[Any, torch.Tensor]:
+    """A Llama, always with the same weights, and tokens ``[2, s]``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, length = (64, 64) if small else (512, 2048)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=length,
+        use_cache=False,
+    )
+    tokens = torch.randint(256, (2, length), generator=torch.Generator().manual_seed(1))
+    return LlamaForCausalLM(config).to(device(), dtype).train(), tokens.to(device())
