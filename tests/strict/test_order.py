@@ -40,20 +40,20 @@ CHOICES: list[tuple[str, int, dict[str, Any]]] = [
 
 def softmax(provider: str, size: int, case: Case, **options: Any) -> list[Trace]:
     axes, extra = programs.meshes(provider, size, case, **options)
-    return connected_for_their_use(provider, programs.attention(provider, case, **options), axes, extra)
+    return run_connected(provider, programs.attention(provider, case, **options), axes, extra)
 
 
-def connected_for_their_use(
+def run_connected(
     provider: str, program: Program[None], axes: dict[str, int], extra: tuple[str, ...] = ()
 ) -> list[Trace]:
     """The checked traces of a method, which gathers and sums along ``Provider.collective_axes`` and no others."""
     collective = providers.get(provider).collective_axes
-    found = run_checked(program, axes, extra, collective=collective)
-    used = [one for trace in found for one in trace.operations if one.number]  # the first connects
+    traces = run_checked(program, axes, extra, collective=collective)
+    used = [one for trace in traces for one in trace.operations if one.number]  # the first connects
     assert used and {one.communicator.name for one in used} <= {*axes, *extra}
     gathered = {one.communicator.name for one in used if one.pieces[0].verb in ("all_gather", "reduce_scatter")}
     assert gathered == {axis for axis in collective if axes[axis] > 1}
-    return found
+    return traces
 
 
 def small(size: int, **different: Any) -> Case:
@@ -119,7 +119,7 @@ def test_linear_methods(provider: str, layout: str, size: int) -> None:
             sizes = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
             problem = Problem(size=size, decay=decay, documents=documents, causal=case.causal, **sizes)
             if providers.get(provider).unsupported(problem, Options()) is None:
-                connected_for_their_use(provider, programs.linear_attention(provider, case, layout), {"cp": size})
+                run_connected(provider, programs.linear_attention(provider, case, layout), {"cp": size})
 
 
 @pytest.mark.parametrize("size", [*range(2, 17), 33, 64])

@@ -1,7 +1,7 @@
 """Buffers in flight: between posting and waiting, nobody reads a receive buffer, writes a send buffer, or frees either.
 
 Every torch operator passes through ``InFlight``, on any device, also without data (``meta``). Other kernels do not; on
-ranks with data the bytes tell (``bytes_of``): receive buffers are poisoned until then, and sent bytes must be unchanged
+ranks with data the bytes tell: receive buffers are poisoned until then, and sent bytes must be unchanged
 when the operation is waited for.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -86,17 +87,13 @@ class InFlight(Mode):
                         f"rank {self._rank}: {region.operation}: a buffer was freed before it had been waited for"
                     )
                 if region.copy is not None and not torch.equal(region.bytes_now(), region.copy):
-                    what = "receives" if region.received else "sends"
-                    raise BufferInFlightError(
-                        f"rank {self._rank}: {region.operation}: a buffer that it {what} was written to before it had "
-                        "been waited for"
-                    )
+                    raise self._error(region, "was written to")
         self._regions = [region for region in self._regions if all(region is not one for one in regions)]
 
     def deliver(self, region: Region, what: Tensor) -> None:
         """Received data arrives."""
         with self._unseen():
-            region.bytes_now().copy_(bytes_of(what.contiguous()))
+            region.bytes_now().copy_(as_bytes(what.detach().contiguous()))
 
     def require_all_ended(self) -> None:
         """BufferInFlightError for an operation that was never waited for."""
@@ -107,8 +104,8 @@ class InFlight(Mode):
         kwargs = kwargs or {}
         if self._regions and self._looking and not func.is_view and func.overloadpacket not in _SHAPE_ONLY:
             written = _written(func)
-            for place, given in (*enumerate(args), *kwargs.items()):
-                for t in given if isinstance(given, list | tuple) else (given,):
+            for place, argument in (*enumerate(args), *kwargs.items()):
+                for t in argument if isinstance(argument, list | tuple) else (argument,):
                     if isinstance(t, Tensor):
                         self._touched(t, func, written=place in written)
         return func(*args, **kwargs)
@@ -126,34 +123,25 @@ class InFlight(Mode):
         key, start, end = _extent(t)
         for region in self._regions:
             if (written or region.received) and region.overlaps(key, start, end):
-                done = "written to" if written else "read"
-                what = "receives" if region.received else "sends"
                 toucher = f"posting {by}" if isinstance(by, Operation) else by
-                raise BufferInFlightError(
-                    f"rank {self._rank}: {region.operation}: a buffer that it {what} was {done} by {toucher} before it "
-                    "had been waited for"
-                )
+                raise self._error(region, f"was {'written to' if written else 'read'} by {toucher}")
+
+    def _error(self, region: Region, done: str) -> BufferInFlightError:
+        what = "receives" if region.received else "sends"
+        return BufferInFlightError(
+            f"rank {self._rank}: {region.operation}: a buffer that it {what} {done} before it had been waited for"
+        )
 
     def _region(self, operation: Operation, t: Tensor, received: bool) -> Region:
         _, start, end = _extent(t)
-        region = Region(
-            operation=operation,
-            received=received,
-            storage=StorageWeakRef(t.untyped_storage()),
-            start=start,
-            end=end,
-        )
+        storage = StorageWeakRef(t.untyped_storage())
+        region = Region(operation=operation, received=received, storage=storage, start=start, end=end)
         if self._data:
-            now = bytes_of(t)
+            now = as_bytes(t.detach())
             if received:
                 now.fill_(POISON)
             region.copy = now.clone()
         return region
-
-
-def bytes_of(t: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, flat, as uint8."""
-    return as_bytes(t.detach())
 
 
 def _extent(t: Tensor) -> tuple[int, int, int]:
@@ -167,8 +155,6 @@ def _extent(t: Tensor) -> tuple[int, int, int]:
 @cache
 def _written(func: Any) -> frozenset[int | str]:
     """Positions and names of the arguments that an operator writes to."""
-    found: set[int | str] = set()
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found |= {place, argument.name}
-    return frozenset(found)
+    places = enumerate(func._schema.arguments)
+    written = ((place, one.name) for place, one in places if one.alias_info is not None and one.alias_info.is_write)
+    return frozenset(chain.from_iterable(written))

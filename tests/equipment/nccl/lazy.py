@@ -22,10 +22,11 @@ import os
 import re
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._C import _distributed_c10d
@@ -50,34 +51,19 @@ class MissingRanksError(RuntimeError):
     """A group's first operation that some of its ranks did not join."""
 
 
-class _Communicators:
-    """This process's communicators, by the key of the ranks that had to join."""
-
-    def __init__(self) -> None:
-        self.made: set[str] = set()
-        self.locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
-        self.times: dict[str, int] = defaultdict(int)
-        """How often a group of that name was made: a name may be given again, and the store remembers."""
-        self.local = threading.local()
-
-    def group_made(self, name: str) -> None:
-        self.times[name] += 1
-        self.made = {key for key in self.made if key.split("|")[0] != name}
-
-    @contextlib.contextmanager
-    def batch(self) -> Iterator[None]:
-        before, self.local.batch = self.in_batch, True
-        try:
-            yield
-        finally:
-            self.local.batch = before
-
-    @property
-    def in_batch(self) -> bool:
-        return getattr(self.local, "batch", False)
+_made: set[str] = set()
+"""This process's communicators: keys of the ranks that had to join."""
+_locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+_times: Counter[str] = Counter()
+"""How often a group of that name was made: a name may be given again, and the store remembers."""
 
 
-_here = _Communicators()
+class _Batching(threading.local):
+    now = False
+    """Whether this thread is in ``batch_isend_irecv``."""
+
+
+_batching = _Batching()
 
 
 def patience() -> float:
@@ -95,15 +81,8 @@ def switch_on() -> None:
 @contextlib.contextmanager
 def waiting(seconds: float) -> Iterator[None]:
     """Ranks started meanwhile wait so long; 0: not at all, like Gloo."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = f"{seconds:g}"
-    try:
+    with patch.dict(os.environ, {VARIABLE: f"{seconds:g}"}):
         yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
 
 
 def install() -> None:
@@ -141,7 +120,7 @@ def _meeting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def meet_and_call(group: Any, *args: Any, **kwargs: Any) -> Any:
         alone = name in MESSAGES
-        if not (alone and _here.in_batch):
+        if not (alone and _batching.now):
             meet(group, name, sorted((group.rank(), args[1])) if alone else None)  # after the tensors: the peer
         return call(group, *args, **kwargs)
 
@@ -153,8 +132,11 @@ def _batch(call: Callable[..., Any]) -> Callable[..., Any]:
     def meet_and_call(operations: list[Any]) -> Any:
         for operation in operations:
             meet(operation.group or c10d._get_default_group(), "batch_isend_irecv")
-        with _here.batch():
+        _batching.now = True
+        try:
             return call(operations)
+        finally:
+            _batching.now = False
 
     return meet_and_call
 
@@ -164,7 +146,9 @@ def _new_group(call: Callable[..., Any]) -> Callable[..., Any]:
     def call_and_note(*args: Any, **kwargs: Any) -> Any:
         made = call(*args, **kwargs)
         if isinstance(made[0], c10d.ProcessGroup):
-            _here.group_made(made[0].group_name)
+            name = made[0].group_name
+            _times[name] += 1
+            _made.difference_update([key for key in _made if key.split("|")[0] == name])
         return made
 
     return call_and_note
@@ -179,7 +163,7 @@ def meet(group: Any, operation: str, among: list[int] | None = None) -> None:
         MissingRanksError: if one has not joined in time.
     """
     key = group.group_name if among is None else f"{group.group_name}|{among}"
-    if key in _here.made:
+    if key in _made:
         return
     places = list(range(group.size())) if among is None else among
     seconds = patience()
@@ -187,10 +171,10 @@ def meet(group: Any, operation: str, among: list[int] | None = None) -> None:
         return
     if group.bound_device_id is not None or c10d.get_backend(group) == "fake":
         return
-    with _here.locks[key]:
-        if key not in _here.made:
-            _rendezvous(group, operation, places, f"lazy/{key}/{_here.times[group.group_name]}", seconds)
-            _here.made.add(key)
+    with _locks[key]:
+        if key not in _made:
+            _rendezvous(group, operation, places, f"lazy/{key}/{_times[group.group_name]}", seconds)
+            _made.add(key)
 
 
 def _rendezvous(group: Any, operation: str, places: list[int], key: str, seconds: float) -> None:
@@ -207,10 +191,12 @@ def _rendezvous(group: Any, operation: str, places: list[int], key: str, seconds
         pause = min(2 * pause, _LONGEST_PAUSE)
     ranks = c10d.get_process_group_ranks(group)
     came: dict[str, list[int]] = defaultdict(list)
+    never = []
     for place in places:
         if store.check([f"{key}/{place}"]):
             came[store.get(f"{key}/{place}").decode()].append(ranks[place])
-    never = [ranks[place] for place in places if all(ranks[place] not in there for there in came.values())]
+        else:
+            never.append(ranks[place])
     who = "all of its ranks" if len(places) == len(ranks) else f"the ranks {_spans([ranks[p] for p in places])}"
     raise MissingRanksError(
         f"rank {c10d.get_rank()}: {operation} is the first operation of group {group.group_desc!r} (ranks "

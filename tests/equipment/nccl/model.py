@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -36,70 +35,59 @@ PATIENCE = 60.0
 """Seconds that a rank with data waits for a message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A process group as seen by its member ``here`` (a place in it)."""
-
-    communicator: Communicator
-    here: int
+class Group(Communicator):
+    """A process group, as seen by the rank that runs."""
 
     def size(self) -> int:
-        return len(self.communicator.ranks)
+        return len(self.ranks)
 
     def rank(self) -> int:
-        return self.here
+        return self.ranks.index(_rank().number)
 
 
-@dataclass(slots=True, kw_only=True)
 class Rank:
-    """A rank under the model."""
+    """A rank under the model; ``hub``: of ranks with data."""
 
-    number: int
-    hub: Hub | None = None
-    """Of ranks with data."""
-    trace: Trace = field(init=False)
-    in_flight: InFlight = field(init=False)
-    coalescing: list[tuple[str, Tensor, Tensor]] | None = None
-    """Collectives posted together."""
-    phase: Callable[[], str] = field(default=lambda: "")
-    counted: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
-
-    def __post_init__(self) -> None:
-        self.trace = Trace(self.number)
-        self.in_flight = InFlight(self.number, data=self.hub is not None)
+    def __init__(self, number: int, hub: Hub | None = None) -> None:
+        self.number, self.hub = number, hub
+        self.trace, self.in_flight = Trace(number), InFlight(number, data=hub is not None)
+        self.coalescing: list[tuple[str, Tensor, Tensor]] | None = None
+        """Collectives posted together."""
+        self.phase: Callable[[], str] = lambda: ""
+        self._counted: Counter[Any] = Counter()
 
     def count(self, key: Any) -> int:
         """How often this was called with a key."""
-        self.counted[key] += 1
-        return self.counted[key]
+        self._counted[key] += 1
+        return self._counted[key]
 
 
-_here = threading.local()
+_thread = threading.local()
 
 
 def _rank() -> Rank:
-    return _here.rank
+    return _thread.rank
 
 
-type Arriving = Callable[[], Tensor]
-"""The bytes of a tensor once received."""
+type Arriving = Callable[[], Sequence[Tensor]]
+"""What a rank with data receives, once it is there."""
 
 
 class Work:
     """An operation in flight. Keeps no tensor alive."""
 
-    def __init__(self, rank: Rank, regions: Sequence[Region], arriving: Sequence[Arriving]) -> None:
+    def __init__(self, rank: Rank, regions: Sequence[Region], arriving: Arriving) -> None:
         self._rank, self._regions, self._arriving = rank, regions, arriving
 
     def wait(self) -> None:
         self._rank.in_flight.end(self._regions)
-        received = [region for region in self._regions if region.received]
-        for region, arriving in zip(received, self._arriving, strict=self._rank.hub is not None):
-            self._rank.in_flight.deliver(region, arriving())
+        if self._rank.hub is not None:
+            received = [region for region in self._regions if region.received]
+            for region, tensor in zip(received, self._arriving(), strict=True):
+                self._rank.in_flight.deliver(region, tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class P2POp:
+class P2POp(NamedTuple):
     op: str
     tensor: Tensor
     group: Group
@@ -108,25 +96,25 @@ class P2POp:
 
 def batch_isend_irecv(operations: Sequence[P2POp]) -> list[Work]:
     """One launch of all operations."""
-    communicator, rank = operations[0].group.communicator, _rank()
-    assert all(one.group.communicator == communicator for one in operations)
-    pieces, sent, received, arriving = [], [], [], []
+    group, rank = operations[0].group, _rank()
+    assert all(one.group == group for one in operations)
+    pieces, sent, received, keys = [], [], [], []
     for one in operations:
-        peer = communicator.ranks[one.group_peer]
+        peer = group.ranks[one.group_peer]
         pieces.append(_piece(one.op, one.tensor, peer))
-        route = (rank.number, peer) if one.op == "send" else (peer, rank.number)
-        key = (communicator, *route, rank.count((communicator, *route)))
+        route = (group, rank.number, peer) if one.op == "send" else (group, peer, rank.number)
+        key = (*route, rank.count(route))
         if one.op == "send":
             sent.append(one.tensor)
             _post(key, (one.tensor,))
         else:
             received.append(one.tensor)
-            arriving.append(partial(_Received([key], one.op, 0), 0))
+            keys.append(key)
     if rank.hub is None:
         for t, like in zip(received, sent, strict=False):
             if t.shape == like.shape:
                 t.copy_(like)
-    return [_launch(communicator, pieces, sent, received, arriving)]
+    return [_launch(group, pieces, sent, received, lambda: [_take(key)[0] for key in keys])]
 
 
 def collective(verb: str) -> Callable[..., Work | None]:
@@ -153,71 +141,59 @@ def all_gather(received: Sequence[Tensor], sent: Tensor, group: Group) -> None:
 
 @contextmanager
 def _coalescing_manager(group: Group, async_ops: bool) -> Iterator[SimpleNamespace]:
-    rank, found = _rank(), SimpleNamespace()
-    rank.coalescing = asked = []
-    yield found
+    rank, work = _rank(), SimpleNamespace()
+    rank.coalescing = calls = []
+    yield work
     rank.coalescing = None
-    assert asked and async_ops
-    assert len({(verb, sent.dtype) for verb, _, sent in asked}) == 1, "torch coalesces one verb, of one dtype"
-    found.wait = _collectives(group, asked).wait
+    assert calls and async_ops
+    assert len({(verb, sent.dtype) for verb, _, sent in calls}) == 1, "torch coalesces one verb, of one dtype"
+    work.wait = _collectives(group, calls).wait
 
 
-def _collectives(group: Group, asked: Sequence[tuple[str, Tensor, Tensor]]) -> Work:
-    communicator, rank = group.communicator, _rank()
-    key = ("collective", communicator, rank.count(communicator))
-    verbs, received, sent = zip(*asked, strict=True)
-    for place in range(group.size()):
-        _post((*key, group.here, place), sent)
-    combined = _Received([(*key, place, group.here) for place in range(group.size())], verbs[0], group.here)
-    arriving = [partial(combined, place) for place in range(len(asked))]
-    return _launch(communicator, [_piece(*one) for one in zip(verbs, sent, strict=True)], sent, received, arriving)
+def _collectives(group: Group, calls: Sequence[tuple[str, Tensor, Tensor]]) -> Work:
+    key, own, places = ("collective", group, _rank().count(group)), group.rank(), range(group.size())
+    verbs, received, sent = zip(*calls, strict=True)
+    for place in places:
+        _post((*key, own, place), sent)
+
+    def arriving() -> list[Tensor]:
+        by_tensor = zip(*(_take((*key, place, own)) for place in places), strict=True)
+        return [_combined(verbs[0], own, tensors) for tensors in by_tensor]
+
+    return _launch(group, [_piece(*one) for one in zip(verbs, sent, strict=True)], sent, received, arriving)
 
 
-class _Received:
-    """What a rank receives from the ranks whose messages have these keys: of a collective, or from one of them."""
-
-    def __init__(self, keys: Sequence[Any], verb: str, here: int) -> None:
-        self._keys, self._verb, self._here = keys, verb, here
-        self._ranks: list[Sequence[Tensor]] = []
-
-    def __call__(self, place: int) -> Tensor:
-        self._ranks = self._ranks or [_hub().take(key) for key in self._keys]
-        given = [tensors[place] for tensors in self._ranks]
-        parts = [t.chunk(len(given))[self._here] for t in given] if self._verb in _OF_PARTS else given
-        return torch.stack(parts).sum(0) if "reduce" in self._verb else torch.cat(parts)
-
-
-_OF_PARTS = ("reduce_scatter", "all_to_all")
+def _combined(verb: str, own: int, tensors: Sequence[Tensor]) -> Tensor:
+    """What the rank at place ``own`` receives of what all ranks of the group have sent."""
+    if verb in ("reduce_scatter", "all_to_all"):
+        tensors = [t.chunk(len(tensors))[own] for t in tensors]
+    return torch.stack(tensors).sum(0) if "reduce" in verb else torch.cat(tensors)
 
 
 def _launch(
-    communicator: Communicator,
-    pieces: Sequence[Piece],
-    sent: Sequence[Tensor],
-    received: Sequence[Tensor],
-    arriving: Sequence[Arriving],
+    group: Group, pieces: Sequence[Piece], sent: Sequence[Tensor], received: Sequence[Tensor], arriving: Arriving
 ) -> Work:
     if not all(t.is_contiguous() for t in (*sent, *received)):
         raise ValueError(f"{pieces[0]}: NCCL sends and receives contiguous tensors only")
     rank = _rank()
-    operation = rank.trace.post(communicator, tuple(pieces), rank.phase())
-    regions = rank.in_flight.post(operation, sent, received)
-    return Work(rank, regions, arriving if rank.hub is not None else ())
+    operation = rank.trace.post(group, tuple(pieces), rank.phase())
+    return Work(rank, rank.in_flight.post(operation, sent, received), arriving)
 
 
 def _piece(verb: str, t: Tensor, peer: int | None = None) -> Piece:
     return Piece(verb=verb, dtype=dtype_name(t.dtype), elements=t.numel(), peer=peer)
 
 
-def _hub() -> Hub:
+def _take(key: Any) -> Sequence[Tensor]:
     hub = _rank().hub
     assert hub is not None
-    return hub
+    return hub.take(key)
 
 
 def _post(key: Any, tensors: Sequence[Tensor]) -> None:
-    if _rank().hub is not None:
-        _hub().post(key, tuple(t.detach().clone() for t in tensors))
+    hub = _rank().hub
+    if hub is not None:
+        hub.post(key, tuple(t.detach().clone() for t in tensors))
 
 
 _DIST = SimpleNamespace(
@@ -230,7 +206,7 @@ _DIST = SimpleNamespace(
     _coalescing_manager=_coalescing_manager,
     get_backend=lambda _: "nccl",
     get_rank=lambda: _rank().number,
-    get_process_group_ranks=lambda group: list(group.communicator.ranks),
+    get_process_group_ranks=lambda group: list(group.ranks),
 )
 
 
@@ -266,14 +242,14 @@ def run_checked(
         BufferInFlightError: for a buffer touched in flight.
         OrderError: for what NCCL would not carry out.
     """
-    found = []
+    traces = []
     with modelled(), patch.object(agreement, "check", lambda *_: None):  # the numbers of other ranks never come
         for number in range(prod(axes.values())):
-            rank = Rank(number=number)
+            rank = Rank(number)
             _run(rank, program, axes, extra, collective if connected else None)
-            found.append(rank.trace)
-    check(found)
-    return found
+            traces.append(rank.trace)
+    check(traces)
+    return traces
 
 
 def run_with_data[T](program: Program[T], axes: Mapping[str, int], extra: Sequence[str] = ()) -> list[T]:
@@ -283,7 +259,7 @@ def run_with_data[T](program: Program[T], axes: Mapping[str, int], extra: Sequen
         RuntimeError: if a rank raised: its error is the cause.
     """
     hub = Hub(PATIENCE)
-    ranks = [Rank(number=number, hub=hub) for number in range(prod(axes.values()))]
+    ranks = [Rank(number, hub) for number in range(prod(axes.values()))]
     with modelled():
         results = take_turns([partial(_run, rank, program, axes, extra, ()) for rank in ranks], hub)
     check([rank.trace for rank in ranks])
@@ -298,7 +274,7 @@ def _run[T](
     collective: Collection[str] | None,
 ) -> T:
     """collective: None: groups are not connected."""
-    _here.rank = rank
+    _thread.rank = rank
     mesh = _mesh(rank, axes, extra)
     rank.phase = lambda: mesh.ledger.current_phase
     with rank.in_flight:
@@ -309,7 +285,7 @@ def _run[T](
     return result
 
 
-def beside(axes: Mapping[str, int]) -> GroupMesh:
+def second_mesh(axes: Mapping[str, int]) -> GroupMesh:
     """Another mesh of this rank, with unused process groups of its own."""
     return _mesh(_rank(), axes, (), " beside")
 
@@ -317,6 +293,5 @@ def beside(axes: Mapping[str, int]) -> GroupMesh:
 def _mesh(rank: Rank, axes: Mapping[str, int], extra: Sequence[str], suffix: str = "") -> GroupMesh:
     groups = {}
     for name, lists in axis_groups(range(prod(axes.values())), axes, extra).items():
-        members = next(members for members in lists if rank.number in members)
-        groups[name] = Group(Communicator(name + suffix, tuple(members)), members.index(rank.number))
+        groups[name] = Group(name + suffix, next(tuple(members) for members in lists if rank.number in members))
     return GroupMesh(axes, groups, rank.number)

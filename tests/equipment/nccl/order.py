@@ -108,16 +108,16 @@ def check(traces: Sequence[Trace]) -> None:
     _go_on(traces, lambda one: one.partners, lambda one, other: f"{one} waits for rank {other.rank}'s {other}")
 
 
-def _by_communicator(traces: Sequence[Trace]) -> dict[Communicator, dict[int, list[Operation]]]:
-    found: dict[Communicator, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
+def _group_by_communicator(traces: Sequence[Trace]) -> dict[Communicator, dict[int, list[Operation]]]:
+    operations: dict[Communicator, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
         for operation in trace.operations:
-            found[operation.communicator][trace.rank].append(operation)
-    return found
+            operations[operation.communicator][trace.rank].append(operation)
+    return operations
 
 
 def _everybody_joins(traces: Sequence[Trace]) -> None:
-    for communicator, by_rank in _by_communicator(traces).items():
+    for communicator, by_rank in _group_by_communicator(traces).items():
         missing = [rank for rank in communicator.ranks if rank not in by_rank]
         if missing:
             first = by_rank[min(by_rank)][0]
@@ -131,7 +131,7 @@ def _everybody_joins(traces: Sequence[Trace]) -> None:
 
 
 def _match_collectives(traces: Sequence[Trace]) -> None:
-    for communicator, by_rank in _by_communicator(traces).items():
+    for communicator, by_rank in _group_by_communicator(traces).items():
         lists = [[one for one in by_rank[rank] if one.collective] for rank in communicator.ranks]
         kinds = set[tuple[Piece, ...]]()
         for alike in zip_longest(*lists):
@@ -150,7 +150,7 @@ def _match_collectives(traces: Sequence[Trace]) -> None:
 
 def _match_messages(traces: Sequence[Trace]) -> None:
     """The n-th message from one rank to another is the n-th received, whatever batch it is in."""
-    for communicator, by_rank in _by_communicator(traces).items():
+    for communicator, by_rank in _group_by_communicator(traces).items():
         sent, received = defaultdict(list), defaultdict(list)
         for operations in by_rank.values():
             for one in operations:
@@ -160,18 +160,18 @@ def _match_messages(traces: Sequence[Trace]) -> None:
                     elif piece.verb == "receive":
                         received[piece.peer, one.rank].append((one, piece))
         for source, to in sorted({*sent, *received}):
-            for there, here in zip_longest(sent[source, to], received[source, to]):
-                if here is None:
-                    raise OrderError(f"rank {source}: {there[0]}: rank {to} does not receive the {there[1]}")
-                if there is None:
-                    raise OrderError(f"rank {to}: {here[0]}: rank {source} does not send for the {here[1]}")
-                if (there[1].dtype, there[1].elements) != (here[1].dtype, here[1].elements):
+            for left, right in zip_longest(sent[source, to], received[source, to]):
+                if right is None:
+                    raise OrderError(f"rank {source}: {left[0]}: rank {to} does not receive the {left[1]}")
+                if left is None:
+                    raise OrderError(f"rank {to}: {right[0]}: rank {source} does not send for the {right[1]}")
+                if (left[1].dtype, left[1].elements) != (right[1].dtype, right[1].elements):
                     raise OrderError(
-                        f"{communicator}: rank {source}'s {there[0]} and rank {to}'s {here[0]} differ: {there[1]} "
-                        f"is a {here[1]}"
+                        f"{communicator}: rank {source}'s {left[0]} and rank {to}'s {right[0]} differ: {left[1]} "
+                        f"is a {right[1]}"
                     )
-                there[0].partners.append(here[0])
-                here[0].partners.append(there[0])
+                left[0].partners.append(right[0])
+                right[0].partners.append(left[0])
             first = sent[source, to][0][0], received[source, to][0][0]
             for one, other in (first, first[::-1]):
                 one.connects.append(other)

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from equipment.nccl.model import Program, beside
+from equipment.nccl.model import Program, second_mesh
 from linear_cases import LinearCase, sharded
 from oracle import Case
 from thread_ranks import typical
@@ -92,7 +92,7 @@ def session(provider: str, size: int, layout: str) -> Program[None]:
     def program(mesh: Mesh) -> None:
         case = Case(seq_length=tokens, heads=4, kv_heads=4, causal=True)
         cp = ContextParallel(provider, mesh=mesh, problem=typical(case, size), layout=layout)
-        cache = Session(cp, batch=1, capacity=slots_for(2 * tokens + 3, size), mesh=beside({"cp": size}))
+        cache = Session(cp, batch=1, capacity=slots_for(2 * tokens + 3, size), mesh=second_mesh({"cp": size}))
         x = torch.randn(tokens, 1, 4, 8)
         for _ in range(2):
             with cache.prefill(tokens):
