@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,21 +13,14 @@ from equipment.nccl.model import run_checked, run_with_data
 from equipment.nccl.order import OrderError
 from oracle import Case
 
-from cp_plugin.engine.comm import GroupMesh, Mesh, Pending
+from cp_plugin.engine.comm import GroupMesh, Mesh
 from cp_plugin.engine.comm import group as mesh_group
-from cp_plugin.engine.methods import ring
 
 GRID = {"row": 2, "col": 2}
-CASE = Case(seq_length=16, heads=4, kv_heads=4, causal=True, batch=1, head_dim=8, v_head_dim=8)
 
 
 def ones() -> torch.Tensor:
     return torch.ones(4, 2)
-
-
-def attend(provider: str, **options: Any) -> None:
-    axes, extra = programs.meshes(provider, 4, CASE, **options)
-    run_checked(programs.attention(provider, CASE, **options), axes, extra)
 
 
 # Order
@@ -36,25 +28,27 @@ def attend(provider: str, **options: Any) -> None:
 
 def test_a_rank_that_stays_out_of_a_groups_first_operation() -> None:
     """ATTENTION2D's exchange of shards, in groups that nobody has connected."""
-    axes, extra = programs.meshes("attention2d", 4, CASE, layout="striped", grid=(2, 2))
-    program = programs.attention("attention2d", CASE, layout="striped", grid=(2, 2))
+    case = Case(seq_length=16, heads=4, kv_heads=4, causal=True, batch=1, head_dim=8, v_head_dim=8)
+    options = {"layout": "striped", "grid": (2, 2)}
+    axes, extra = programs.meshes("attention2d", 4, case, **options)
+    program = programs.attention("attention2d", case, **options)
     with pytest.raises(OrderError, match=r"rank 1: forward .* 'all' of ranks 0-3.* ranks 0, 3 have no operation"):
         run_checked(program, axes, extra, connected=False)
 
 
-def in_opposite_orders(mesh: Mesh) -> None:
+def gathered_crosswise(mesh: Mesh) -> None:
     for axis in sorted(GRID, reverse=mesh.index in (0, 3)):
         mesh.all_gather(axis, (ones(),)).wait()
 
 
-def posted_in_opposite_orders(mesh: Mesh) -> None:
+def posted_crosswise(mesh: Mesh) -> None:
     """Whether it runs depends on how much of the device each operation takes."""
     posted = [mesh.all_gather(axis, (ones(),)) for axis in sorted(GRID, reverse=mesh.index in (0, 3))]
     for pending in posted:
         pending.wait()
 
 
-def in_one_order_first(program: Callable[[Mesh], None]) -> Callable[[Mesh], None]:
+def connected_by_gathers(program: Callable[[Mesh], None]) -> Callable[[Mesh], None]:
     """So that NCCL has connected the ranks for the same collectives, and no host waits for that."""
 
     def both(mesh: Mesh) -> None:
@@ -65,7 +59,7 @@ def in_one_order_first(program: Callable[[Mesh], None]) -> Callable[[Mesh], None
     return both
 
 
-def first_messages_in_opposite_orders(mesh: Mesh) -> None:
+def first_messages_crosswise(mesh: Mesh) -> None:
     """Nothing waits for them but the host, inside NCCL, since no message went between these two ranks before."""
     if mesh.index in (0, 2):
         peer = 2 - mesh.index
@@ -129,12 +123,12 @@ BOTH_HOSTS = r"rank 0's host waits in .*'row' of ranks 0-3\) for rank 2 to post 
 @pytest.mark.parametrize(
     ("program", "axes", "connected", "message"),
     [
-        (in_opposite_orders, GRID, False, r"ranks wait for .* waits for rank \d to make communicator 'col'"),
-        (in_opposite_orders, GRID, True, r"rank 0's host waits in forward all_g.*rank 2 to post"),
-        (posted_in_opposite_orders, GRID, True, r"rank 0's host waits in forward all_gather of"),
-        (in_one_order_first(in_opposite_orders), GRID, True, r"other: rank 0's forward all_gather of"),
-        (in_one_order_first(posted_in_opposite_orders), GRID, True, r"other: rank 0's forward"),
-        (first_messages_in_opposite_orders, {"row": 4}, True, BOTH_HOSTS),
+        (gathered_crosswise, GRID, False, r"ranks wait for .* waits for rank \d to make communicator 'col'"),
+        (gathered_crosswise, GRID, True, r"rank 0's host waits in forward all_g.*rank 2 to post"),
+        (posted_crosswise, GRID, True, r"rank 0's host waits in forward all_gather of"),
+        (connected_by_gathers(gathered_crosswise), GRID, True, r"other: rank 0's forward all_gather of"),
+        (connected_by_gathers(posted_crosswise), GRID, True, r"other: rank 0's forward"),
+        (first_messages_crosswise, {"row": 4}, True, BOTH_HOSTS),
         (both_ways_and_one_by_one, {"row": 4}, True, r"rank 0: .* connects the rank opposite in another number of dir"),
         (other_verbs, ROW, True, r"rank 0 posts forward all_to_all of 8 x float32 .* where rank 1 posts forw"),
         (other_sizes, ROW, True, r"where rank 1 posts forward all_gather of 12 x float32 .*communicator 'row'"),
@@ -188,31 +182,6 @@ def never_waited_for(mesh: Mesh) -> None:
 def test_buffers_in_flight_are_left_alone(program: Callable[[Mesh], None], message: str) -> None:
     with pytest.raises(BufferInFlightError, match=message):
         run_checked(program, ROW)
-
-
-def test_a_method_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel reads what the last hop is still writing."""
-    monkeypatch.setattr(mesh_group, "_when_done", lambda works, sent, received: Pending.done(received))
-    with pytest.raises(
-        BufferInFlightError, match=r"rank 0: forward receive from rank 3 .*'cp' .* receives was read by"
-    ):
-        attend("ring", layout="zigzag")
-
-
-def test_a_ring_that_accumulates_in_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that are on their way go on being added to."""
-    send_home = ring.Ring._send_home
-
-    def then_add(self: ring.Ring, totals: Any, like: Any, by: int) -> Pending:
-        totals = tuple(x.double() for x in totals)
-        posted = send_home(self, totals, like, by)
-        if self.mesh.index == 0:
-            totals[0].add_(1)
-        return posted
-
-    monkeypatch.setattr(ring.Ring, "_send_home", then_add)
-    with pytest.raises(BufferInFlightError, match=r"rank 0: backward .*sends was written to by aten.add_.Tensor"):
-        attend("ring", layout="zigzag")
 
 
 def test_writing_behind_torchs_back() -> None:
