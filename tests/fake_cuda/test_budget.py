@@ -19,7 +19,7 @@ from cp_plugin.engine.kernels import merge
 STEP = "step/zigzag, keys of an earlier rank/sdpa"
 
 
-def changed(gpu: Start, name: str) -> list[str]:
+def changes(gpu: Start, name: str) -> list[str]:
     device, kept = gpu(), budget.kept()[name]
     got = budget.entries()[name](device)
     assert got.keys() == kept.keys()
@@ -28,8 +28,8 @@ def changed(gpu: Start, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", budget.entries())
 def test_budget(gpu: Start, name: str) -> None:
-    found = changed(gpu, name)
-    assert not found, "\n".join((*found, "if intended: python tests/equipment/cuda/budget.py --write"))
+    lines = changes(gpu, name)
+    assert not lines, "\n".join((*lines, "if intended: python tests/equipment/cuda/budget.py --write"))
 
 
 def test_the_file_has_all_entries_and_no_others() -> None:
@@ -44,9 +44,9 @@ def test_an_extra_launch_in_a_ring_step_is_found_and_named(gpu: Start, monkeypat
         return shift(mesh, axis, [t * 1 for t in tensors], *rest, **named)
 
     monkeypatch.setattr(Mesh, "shift", with_copies)
-    found, launches = changed(gpu, STEP), budget.kept()[STEP]["forward"].launches
-    assert f"{STEP}, forward: launches {launches} -> {launches + 2}" in found
-    assert any("forward: +2 mul" in line and "cp_plugin/engine/comm/shards.py" in line for line in found), found
+    lines, launches = changes(gpu, STEP), budget.kept()[STEP]["forward"].launches
+    assert f"{STEP}, forward: launches {launches} -> {launches + 2}" in lines
+    assert any("forward: +2 mul" in line and "cp_plugin/engine/comm/shards.py" in line for line in lines), lines
 
 
 def test_a_sum_in_a_merge_is_found_and_named(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,5 +57,5 @@ def test_a_sum_in_a_merge_is_found_and_named(gpu: Start, monkeypatch: pytest.Mon
         partials[0].sum()
 
     monkeypatch.setattr(merge.fused, "merge_into", with_sum)
-    found = changed(gpu, STEP)
-    assert any("+1 sum" in line and "cp_plugin/engine/kernels/merge.py" in line for line in found), found
+    lines = changes(gpu, STEP)
+    assert any("+1 sum" in line and "cp_plugin/engine/kernels/merge.py" in line for line in lines), lines

@@ -54,7 +54,7 @@ SHORT_LINEAR = (
 )
 
 
-def by_night[T](cases: Iterable[T], short: Collection[T]) -> list[T]:
+def left_for_night[T](cases: Iterable[T], short: Collection[T]) -> list[T]:
     """The other cases; by day one of them, which is shown as skipped."""
     left = sorted(set(cases) - set(short), key=str)
     return left if NIGHT else left[:1]
@@ -63,8 +63,8 @@ def by_night[T](cases: Iterable[T], short: Collection[T]) -> list[T]:
 def check(result: Result, *out: int) -> None:
     """Check device, shape and dtype of out and gradients."""
     assert (tuple(result.out.shape), result.out.dtype, result.out.device) == (out, torch.bfloat16, CUDA)
-    for gradient, given in zip(result.gradients, result.inputs, strict=True):
-        assert (gradient.shape, gradient.dtype, gradient.device) == (given.shape, given.dtype, CUDA)
+    for gradient, x in zip(result.gradients, result.inputs, strict=True):
+        assert (gradient.shape, gradient.dtype, gradient.device) == (x.shape, x.dtype, CUDA)
 
 
 def softmax(gpu: Start, case: Softmax, capability: tuple[int, int] = (9, 0)) -> None:
@@ -90,7 +90,9 @@ def test_attention(gpu: Start, case: Softmax | Linear) -> None:
 
 @nightly
 @one_case
-@pytest.mark.parametrize("case", [*by_night(softmax_cases(), SHORT), *by_night(linear_cases(), SHORT_LINEAR)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*left_for_night(softmax_cases(), SHORT), *left_for_night(linear_cases(), SHORT_LINEAR)], ids=str
+)
 def test_attention_by_night(gpu: Start, case: Softmax | Linear) -> None:
     run(gpu, case)
 
@@ -107,15 +109,15 @@ def test_lengths_that_vary_stop_building_plans(gpu: Start, te: bool, mask: str) 
     """The library computes the first few lengths, now and later; torch's flash attention or ours the others."""
     device, few = gpu(flash=None, te=te), 0 if mask == "documents" else Planned.MOST
     case = Softmax(provider="ring", layout="zigzag", mask=mask)
-    cp, found = case.context_parallel(), []
+    cp, calls = case.context_parallel(), []
     for tokens in (*range(1024, 1024 + 8 * (Planned.MOST + 4), 8), 1024):
         before = len(device.ops.plans)
         device.ops.clear()
         replace(case, tokens=tokens, documents=(0, tokens, 3 * tokens + 8, 4 * tokens)).run(cp)
-        by_library = any(("te " if te else "cudnn") in name for name in device.ops.by_name)
-        found.append((by_library, len(device.ops.plans) > before))
-    assert found[:-1] == [(True, True)] * few + [(False, False)] * (len(found) - few - 1)
-    assert found[-1] == (few > 0, False)
+        by_library = any(("te " if te else "cudnn") in name for name in device.ops.counts)
+        calls.append((by_library, len(device.ops.plans) > before))
+    assert calls[:-1] == [(True, True)] * few + [(False, False)] * (len(calls) - few - 1)
+    assert calls[-1] == (few > 0, False)
     replace(case, tokens=2048, mask="gqa").run(cp)
     assert len(device.ops.plans) > before, "other heads have their own few"
 
@@ -141,23 +143,23 @@ def test_a_plan_meets_one_order_of_dout(gpu: Start, backend: str, batch_first: b
 @pytest.mark.parametrize("provider", providers.names())
 def test_auto_launches_what_its_cost_says(gpu: Start, provider: str, mask: str) -> None:
     """Calls of the library, and launches of ours, in a forward in each layout, on rank 5 of 8 with flash-attn 3."""
-    asked, device, speeds = BLOCKS[mask], gpu(), speeds_on(devices.family((9, 0)), "flash", 3)
+    block, device, speeds = BLOCKS[mask], gpu(), speeds_on(devices.family((9, 0)), "flash", 3)
     options = {"head_groups": 1} if "head_groups" in providers.get(provider).options else {}
-    bounds = torch.tensor(asked["bounds"]) if "bounds" in asked else None
+    bounds = torch.tensor(block["bounds"]) if "bounds" in block else None
     for layout, tokens in product(providers.get(provider).layouts, (512, 8192)[mask != "causal" :]):
-        problem = Problem(size=8, heads=32, kv_heads=8, head_dim=128, seq_length=8 * tokens, **asked)
+        problem = Problem(size=8, heads=32, kv_heads=8, head_dim=128, seq_length=8 * tokens, **block)
         resolved = providers.settle(provider, problem, Options(layout=layout, **options))
-        cp, found = ContextParallel(resolved, mesh=Peerless(resolved.axes, 5)), Counter[str]()
-        for block, sizes in kernel_calls(resolved, 5):
-            if (each := cost(*block.area, sizes, speeds, LONG)).tiles != 0:
-                found["flash_attn_interface forward" if each.prefers_library else "triton _forward"] += (
+        cp, counted = ContextParallel(resolved, mesh=Peerless(resolved.axes, 5)), Counter[str]()
+        for one, sizes in kernel_calls(resolved, 5):
+            if (each := cost(*one.area, sizes, speeds, LONG)).tiles != 0:
+                counted["flash_attn_interface forward" if each.prefers_library else "triton _forward"] += (
                     each.prefers_library and each.tiles
                 ) or 1
         device.ops.clear()
         q, k, v = (leaf(tokens, 1, heads, 128) for heads in (32, 8, 8))
         cp.attention(q, k, v, causal=problem.causal, window=problem.window, cu_seqlens=bounds)
-        assert Counter({name: device.ops.by_name[name] for name in found}) == found, (layout, tokens)
-        assert not any("_forward" in name for name in device.ops.by_name.keys() - found.keys()), (layout, tokens)
+        assert Counter({name: device.ops.counts[name] for name in counted}) == counted, (layout, tokens)
+        assert not any("_forward" in name for name in device.ops.counts.keys() - counted.keys()), (layout, tokens)
 
 
 def test_a_cpu_tensor_on_its_way_into_a_kernel_is_named(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def test_documents_of_the_next_micro_batch(gpu: Start, provider: str, fp8: str |
     batches = [Softmax(provider=provider, mask="documents", documents=(0, n, 70 + n, 128), fp8=fp8) for n in (9, 30)]
     cp = batches[0].context_parallel()
     once_warm(device, lambda: batches.pop(0).run(cp))
-    assert device.ops.by_name["_to_copy"], "nothing was new"
+    assert device.ops.counts["_to_copy"], "nothing was new"
 
 
 def test_recomputation(gpu: Start) -> None:
@@ -46,7 +46,7 @@ def test_recomputation(gpu: Start) -> None:
         torch.autograd.grad(out, inputs, torch.empty_like(out))
 
     once_warm(device, call)
-    assert device.ops.by_name["mul"] >= 2 * 3, "the layer was not recomputed"
+    assert device.ops.counts["mul"] >= 2 * 3, "the layer was not recomputed"
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -76,7 +76,7 @@ def test_short_convolution_of_the_next_micro_batch(gpu: Start, layout: str) -> N
         torch.autograd.grad(out, inputs, torch.empty_like(out))
 
     once_warm(device, call)
-    assert device.ops.by_name["triton _forward_kernel"] == 1, "one launch"
+    assert device.ops.counts["triton _forward_kernel"] == 1, "one launch"
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -158,10 +158,10 @@ def test_a_planted_wait_is_found_and_named(gpu: Start, monkeypatch: pytest.Monke
     merged = merge.merge
 
     def with_fault(a: object, b: object) -> object:
-        found = merged(a, b)  # type: ignore[arg-type]
-        if found is not None:
-            fault(found.out)
-        return found
+        result = merged(a, b)  # type: ignore[arg-type]
+        if result is not None:
+            fault(result.out)
+        return result
 
     monkeypatch.setattr(merge, "merge", with_fault)
     device, case = gpu(), Softmax(provider="ring", backend="sdpa", ranks=2)

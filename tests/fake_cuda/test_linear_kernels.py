@@ -115,19 +115,19 @@ def test_fla_runs_the_delta_rule_once_in_each_pass(gpu: Start, provider: str, de
     name = {None: "chunk_delta_rule", (): "chunk_gated_delta_rule", (16,): "chunk_kda"}[decay]
     device, tokens = gpu(), 128
     q, k, v, beta = leaf(tokens, 1, 4, 16), leaf(tokens, 1, 2, 16), leaf(tokens, 1, 2, 16), leaf(tokens, 1, 2)
-    given: dict[str, Any] = {"q": q, "k": k, "v": v, "beta": beta}
+    inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "beta": beta}
     if decay is not None:
-        given["log_decay"] = leaf(tokens, 1, 2, *decay, dtype=torch.float32)
+        inputs["log_decay"] = leaf(tokens, 1, 2, *decay, dtype=torch.float32)
     cp = Linear(variant="basic", provider=provider, backend="auto").context_parallel()
-    leaves = list(given.values())
+    leaves = list(inputs.values())
 
     def backward(out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, leaves, torch.empty_like(out), retain_graph=True)
 
-    out = once_warm(device, lambda: cp.linear_attention(**given))
+    out = once_warm(device, lambda: cp.linear_attention(**inputs))
     assert _library_calls(device.ops.launches) == [f"fla {name} forward"]
     grads = once_warm(device, lambda: backward(out))
-    assert [g.shape for g in grads] == [x.shape for x in given.values()]
+    assert [g.shape for g in grads] == [x.shape for x in inputs.values()]
     assert _library_calls(device.ops.launches) == [f"fla {name} forward", f"fla {name} backward"]
 
 

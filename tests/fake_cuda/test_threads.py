@@ -25,10 +25,10 @@ MINE = 3
 
 @pytest.fixture
 def device(gpu: Start) -> FakeCuda:
-    return of_rank(gpu)
+    return start_on_own_device(gpu)
 
 
-def of_rank(gpu: Start) -> FakeCuda:
+def start_on_own_device(gpu: Start) -> FakeCuda:
     started = gpu()
     torch.cuda.set_device(MINE)
     return started
@@ -167,11 +167,11 @@ def test_what_is_kept_are_the_messages_under_way(device: FakeCuda) -> None:
     for _ in range(5):
         watch.mark_wait(lambda: "a message")
     assert len(watch._in_stream) == 5
-    asked = len(device.touched)
+    before = len(device.touched)
     device.running = True
     watch.mark_wait(lambda: "the last")
     assert len(watch._in_stream) == 1
-    assert [touch.call for touch in device.touched[asked:]] == ["Event.record", *["Event.query"] * 5]
+    assert [touch.call for touch in device.touched[before:]] == ["Event.record", *["Event.query"] * 5]
 
 
 def test_a_message_that_does_not_end_is_found_on_the_right_device(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_a_message_that_does_not_end_is_found_on_the_right_device(gpu: Start, mo
     from cp_plugin.megatron.startup import failures
     from cp_plugin.megatron.state import State
 
-    device, reports = of_rank(gpu), list[str]()
+    device, reports = start_on_own_device(gpu), list[str]()
     ended = threading.Event()
 
     class Alarm:

@@ -113,7 +113,7 @@ def test_a_library_that_fails_when_asked(patch: pytest.MonkeyPatch) -> None:
 def test_an_fp8_kernel_for_some_sizes_of_tiles_is_refused(patch: pytest.MonkeyPatch) -> None:
     """As cuDNN's before 9.7; striped tokens have tiles that are one token shorter."""
 
-    def query(question: fake_te.Given) -> tuple[fake_te.Kinds, str]:
+    def query(question: fake_te.Call) -> tuple[fake_te.Kinds, str]:
         fits = all(question[f"max_seqlen_{side}"] % 128 == 0 for side in ("q", "kv"))
         return (fake_te.Kinds.FP8, "") if fits else (fake_te.Kinds.No_Backend, "multiples of 128")
 

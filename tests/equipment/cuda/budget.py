@@ -66,19 +66,15 @@ class Figures(NamedTuple):
 
     def minus(self, fewer: Figures) -> Figures:
         """The difference, with this one's peak."""
-        return self._replace(
-            launches=self.launches - fewer.launches,
-            nbytes=self.nbytes - fewer.nbytes,
-            allocations=self.allocations - fewer.allocations,
-            messages=_minus(self.messages, fewer.messages),
-            sent=self.sent - fewer.sent,
-            operations=_minus(self.operations, fewer.operations),
-        )
+        less = {
+            name: getattr(self, name) - getattr(fewer, name) for name in ("launches", "nbytes", "allocations", "sent")
+        }
+        tables = {name: _minus(getattr(self, name), getattr(fewer, name)) for name in ("messages", "operations")}
+        return self._replace(**less, **tables)
 
 
-def _minus(here: dict[str, int], there: dict[str, int]) -> dict[str, int]:
-    keys = sorted({*here, *there})
-    return {key: n for key in keys if (n := here.get(key, 0) - there.get(key, 0))}
+def _minus(more: dict[str, int], fewer: dict[str, int]) -> dict[str, int]:
+    return {key: n for key in sorted({*more, *fewer}) if (n := more.get(key, 0) - fewer.get(key, 0))}
 
 
 Entry = Callable[[FakeCuda], dict[str, Figures]]
@@ -87,12 +83,12 @@ Entry = Callable[[FakeCuda], dict[str, Figures]]
 
 def entries() -> dict[str, Entry]:
     """Everything with a budget, by name: ``table/what/kernel``."""
-    found: dict[str, Entry] = {}
+    measures: dict[str, Entry] = {}
     for backend in ("sdpa", "triton"):
         for layout, provider in (("zigzag", "ring"), ("striped", "striped")):
             for peer, earlier in (("an earlier", True), ("a later", False)):
                 step = partial(ring_step, _case(provider, backend, layout), earlier=earlier)
-                found[f"step/{layout}, keys of {peer} rank/{backend}"] = step
+                measures[f"step/{layout}, keys of {peer} rank/{backend}"] = step
     for what, case in {
         "zigzag, keys of an earlier rank, --cp-fp8 comm/sdpa": replace(_case("ring", "sdpa", "zigzag"), fp8="comm"),
         "zigzag, keys of an earlier rank, --cp-fp8 compute/te_fp8": _case("ring", "te_fp8", "zigzag"),
@@ -100,25 +96,25 @@ def entries() -> dict[str, Entry]:
             _case("needed", "triton", "zigzag"), fp8="comm"
         ),
     }.items():
-        found[f"step/{what}"] = partial(ring_step, case, earlier=True)
-    found[f"message/rows of k and v to and from {MANY - 1} ranks, --cp-fp8 comm/triton"] = rows_of_many
+        measures[f"step/{what}"] = partial(ring_step, case, earlier=True)
+    measures[f"message/rows of k and v to and from {MANY - 1} ranks, --cp-fp8 comm/triton"] = rows_of_many
     for backend in ("sdpa", "triton"):
         for provider in ("ring", "attention2d", "all_gather", "ulysses"):
             layout = "contiguous" if provider == "ulysses" else "zigzag"
-            found[f"call/{provider}, {layout}/{backend}"] = partial(attention, _case(provider, backend, layout))
+            measures[f"call/{provider}, {layout}/{backend}"] = partial(attention, _case(provider, backend, layout))
     for rule, decay in (*product([""], ("no", "head", "key")), *product(["delta rule, "], ("no", "token and head"))):
         for backend, kernel in (("auto", "fla"), ("chunked", "chunked")):
             case = Linear(variant="basic", backend=backend)
             name = "no decay" if decay == "no" else f"a decay per {decay}"
-            found[f"linear/lasp2, {rule}{name}/{kernel}"] = partial(linear, case, decay, delta=rule != "")
+            measures[f"linear/lasp2, {rule}{name}/{kernel}"] = partial(linear, case, decay, delta=rule != "")
     many = Linear(provider="zeco", variant="basic", backend="auto", ranks=MANY, rank=MANY // 2)
-    found[f"linear/zeco on {MANY} ranks, a decay per key/fla"] = partial(linear, many, "key")
-    found["linear/short convolution of 4 tokens/triton"] = convolution
+    measures[f"linear/zeco on {MANY} ranks, a decay per key/fla"] = partial(linear, many, "key")
+    measures["linear/short convolution of 4 tokens/triton"] = convolution
     for fp8_cache in (False, True):
         kept = "float8" if fp8_cache else "bfloat16"
-        found[f"decode/a layer, {SLOTS} slots in {kept}/triton"] = partial(decode_layer, fp8_cache)
-    found["decode/a step, before its first layer/plain torch"] = decode_step
-    return found
+        measures[f"decode/a layer, {SLOTS} slots in {kept}/triton"] = partial(decode_layer, fp8_cache)
+    measures["decode/a step, before its first layer/plain torch"] = decode_step
+    return measures
 
 
 def _case(provider: str, backend: str, layout: str | None = None) -> Softmax:
@@ -142,25 +138,24 @@ def ring_step(case: Softmax, device: FakeCuda, *, earlier: bool) -> dict[str, Fi
 def linear(case: Linear, decay: str, device: FakeCuda, *, delta: bool = False) -> dict[str, Figures]:
     """A call of linear attention, also by the delta rule, without feature maps and norms."""
     cp = case.context_parallel()
-    given = {name: leaf(TOKENS, 1, HEADS, SIZE) for name in ("q", "k", "v")}
+    inputs = {name: leaf(TOKENS, 1, HEADS, SIZE) for name in ("q", "k", "v")}
     shapes = {"head": (HEADS,), "key": (TOKENS, 1, HEADS, SIZE), "token and head": (TOKENS, 1, HEADS)}
     if decay in shapes:
-        given["log_decay"] = leaf(*shapes[decay], dtype=torch.float32)
+        inputs["log_decay"] = leaf(*shapes[decay], dtype=torch.float32)
     if delta:
-        given["beta"] = leaf(TOKENS, 1, HEADS)
-    return _both(device, cp.mesh.ledger, lambda: cp.linear_attention(**given), tuple(given.values()))
+        inputs["beta"] = leaf(TOKENS, 1, HEADS)
+    return _both(device, cp.mesh.ledger, lambda: cp.linear_attention(**inputs), tuple(inputs.values()))
 
 
 def rows_of_many(device: FakeCuda) -> dict[str, Figures]:
     """The message of a stage of ``needed`` whose rows come from, and go to, all other ranks."""
-    mesh, here = Peerless({"cp": MANY}, 0), 0
-    rows = [0 if rank == here else TOKENS // MANY for rank in range(MANY)]
+    mesh, rows = Peerless({"cp": MANY}, 0), [0, *[TOKENS // MANY] * (MANY - 1)]
     k, v = (torch.empty(sum(rows), 1, HEADS, SIZE, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
 
     def fetch() -> object:
         return PayloadMesh(mesh, block=64).all_to_all_v("cp", (k, v), rows, rows).wait()
 
-    return {"forward": _once_warm(device, mesh.ledger, k.numel(), fetch)}
+    return _forward(device, mesh.ledger, k.numel(), fetch)
 
 
 def convolution(device: FakeCuda) -> dict[str, Figures]:
@@ -175,10 +170,8 @@ def convolution(device: FakeCuda) -> dict[str, Figures]:
 def decode_layer(fp8: bool, device: FakeCuda) -> dict[str, Figures]:
     """One token of one sequence: attention on this rank, and the merge along the tree."""
     session, q = _session(fp8), torch.empty(1, 1, HEADS, SIZE, dtype=torch.bfloat16, device=CUDA)
-    elements = SLOTS * HEADS * SIZE
     with session.decode():
-        found = _once_warm(device, session.mesh.ledger, elements, lambda: session.attend("layer", q, q, q))
-    return {"forward": found}
+        return _forward(device, session.mesh.ledger, SLOTS * HEADS * SIZE, lambda: session.attend("layer", q, q, q))
 
 
 def decode_step(device: FakeCuda) -> dict[str, Figures]:
@@ -189,7 +182,7 @@ def decode_step(device: FakeCuda) -> dict[str, Figures]:
         with session.decode():
             pass
 
-    return {"forward": _once_warm(device, session.mesh.ledger, SLOTS * HEADS * SIZE, step)}
+    return _forward(device, session.mesh.ledger, SLOTS * HEADS * SIZE, step)
 
 
 def _session(fp8: bool) -> Session:
@@ -208,15 +201,16 @@ def _both(
     """inputs: the first has the elements of a rank's q."""
     outs: list[torch.Tensor] = []
     elements = inputs[0].numel()
-    forward = _once_warm(device, ledger, elements, lambda: outs.append(call()))
+    passes = _forward(device, ledger, elements, lambda: outs.append(call()))
     dout = torch.empty_like(outs[-1])
     backward = _measured(device, ledger, elements, lambda: torch.autograd.grad(outs[-1], inputs, dout))
-    return {"forward": forward, "backward": backward}
+    return passes | {"backward": backward}
 
 
-def _once_warm(device: FakeCuda, ledger: Ledger, elements: int, call: Callable[[], object]) -> Figures:
+def _forward(device: FakeCuda, ledger: Ledger, elements: int, call: Callable[[], object]) -> dict[str, Figures]:
+    """The second call."""
     call()
-    return _measured(device, ledger, elements, call)
+    return {"forward": _measured(device, ledger, elements, call)}
 
 
 def _measured(device: FakeCuda, ledger: Ledger, elements: int, call: Callable[[], object]) -> Figures:
@@ -235,20 +229,20 @@ def _measured(device: FakeCuda, ledger: Ledger, elements: int, call: Callable[[]
         peak=ops.peak,
         messages=dict(sorted(messages.items())),
         sent=ledger.bytes(),
-        operations=dict(sorted(ops.by_name.items())),
+        operations=dict(sorted(ops.counts.items())),
         log=tuple(ops.launches),
     )
 
 
 def kept() -> dict[str, dict[str, Figures]]:
     """The figures in the file."""
-    found = json.loads(FILE.read_text())
-    return {name: {way: Figures(**figures) for way, figures in ways.items()} for name, ways in found.items()}
+    data = json.loads(FILE.read_text())
+    return {name: {way: Figures(**figures) for way, figures in ways.items()} for name, ways in data.items()}
 
 
 def differences(name: str, way: str, want: Figures, got: Figures) -> list[str]:
     """Changes of an entry, with the lines that launch the operations concerned."""
-    found = [
+    changes = [
         f"{name}, {way}: {field} {before} -> {after}"
         for field, after in got.data().items()
         if field != "operations" and (before := getattr(want, field)) != after
@@ -256,14 +250,14 @@ def differences(name: str, way: str, want: Figures, got: Figures) -> list[str]:
     for operation, change in _minus(got.operations, want.operations).items():
         places = Counter(launch.place for launch in got.log if launch.name == operation)
         lines = ", ".join(f"{n} x {line}" for line, n in places.most_common())
-        found.append(f"{name}, {way}: {change:+} {operation}; the call launches it at {lines or 'no line any more'}")
-    return found
+        changes.append(f"{name}, {way}: {change:+} {operation}; the call launches it at {lines or 'no line any more'}")
+    return changes
 
 
-def written(found: dict[str, dict[str, Figures]]) -> str:
+def written(entries: dict[str, dict[str, Figures]]) -> str:
     """JSON with two lines per pass: its figures, and its launches."""
     parts = []
-    for name, ways in found.items():
+    for name, ways in entries.items():
         passes = {
             way: json.dumps(one.data()).replace(', "operations"', ',\n   "operations"') for way, one in ways.items()
         }

@@ -166,9 +166,9 @@ class Linear:
 
 def read_before(*bounds: int) -> Tensor:
     """Bounds on the device, whose numbers have been read: an earlier layer has made the host wait for them."""
-    found = torch.empty(len(bounds), dtype=torch.int32, device=CUDA)
-    _READ[found] = (found._version, bounds)
-    return found
+    tensor = torch.empty(len(bounds), dtype=torch.int32, device=CUDA)
+    _READ[tensor] = (tensor._version, bounds)
+    return tensor
 
 
 def softmax_cases() -> Iterator[Softmax]:
@@ -187,8 +187,8 @@ def linear_cases() -> Iterator[Linear]:
         for causal, packed in ((True, False), (False, False), (True, True)):
             if (name == "lasp2" or causal) and not (name == "linear_ring" and packed):
                 for backend in ("chunked", "reference") if packed else ("auto", "chunked", "reference"):
-                    given = {"provider": name, "variant": variant, "layout": layout, "backend": backend}
-                    yield Linear(**given, causal=causal, packed=packed)
+                    sizes = {"provider": name, "variant": variant, "layout": layout, "backend": backend}
+                    yield Linear(**sizes, causal=causal, packed=packed)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

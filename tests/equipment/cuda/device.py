@@ -61,7 +61,7 @@ class FakeCuda:
         self.touched: list[Touch] = []
         self.running = True
         """Whether events pass."""
-        self._here = threading.local()
+        self._thread = threading.local()
         self._captures = False
         self._stack = ExitStack()
 
@@ -72,10 +72,10 @@ class FakeCuda:
 
     def current_device(self) -> int:
         """Of the calling thread."""
-        return getattr(self._here, "device", 0)
+        return getattr(self._thread, "device", 0)
 
     def set_device(self, device: torch.device | int) -> None:
-        self._here.device = device if isinstance(device, int) else device.index
+        self._thread.device = device if isinstance(device, int) else device.index
         self.touch("set_device")
 
     def touch(self, call: str) -> None:
@@ -132,12 +132,12 @@ class FakeCuda:
             yield
 
     @contextmanager
-    def library(self, name: str, *given: Any) -> Iterator[list[Any]]:
+    def library(self, name: str, *read: Any) -> Iterator[list[Any]]:
         """A context that counts as one call of a library's kernel; the list is for its results."""
         made: list[Any] = []
         with self.ops.unseen():
             yield made
-        self.ops.launch(name, given, tuple(made))
+        self.ops.launch(name, read, tuple(made))
 
     def pin(self, x: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -145,18 +145,15 @@ class FakeCuda:
             copy.is_in_pinned_memory = True  # type: ignore[attr-defined]
         return copy
 
-    def pinned(self, x: Tensor) -> bool:
-        return getattr(x, "is_in_pinned_memory", False)
-
 
 def once_warm[T](device: FakeCuda, call: Callable[[], T]) -> T:
     """The result of a second call, during which the host must not wait."""
     call()
     device.ops.clear()
-    found = call()
+    result = call()
     assert device.ops.launches, "nothing ran on the device"
     assert not device.ops.waits, "the host waits for the device:\n" + "\n".join(map(str, device.ops.waits))
-    return found
+    return result
 
 
 class _Event:
@@ -184,10 +181,9 @@ class _Above(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        told = _TOLD.get(func)
-        if told is not None:
-            found = func(*args)
-            return told if args[0].is_meta else found
+        if func in _TOLD:
+            real = func(*args)
+            return _TOLD[func] if args[0].is_meta else real
         if func is Tensor.backward:
             with self:
                 return torch.autograd.backward(args, *named.values())
@@ -224,9 +220,9 @@ class _Above(TorchFunctionMode):
         return func(*args, **named)
 
 
-def _storage(found: torch.UntypedStorage) -> SimpleNamespace:
+def _storage(storage: torch.UntypedStorage) -> SimpleNamespace:
     """With an address of its own, which memory without data has not."""
-    return SimpleNamespace(_cdata=found._cdata, data_ptr=lambda: found._cdata, nbytes=found.nbytes)
+    return SimpleNamespace(_cdata=storage._cdata, data_ptr=lambda: storage._cdata, nbytes=storage.nbytes)
 
 
 _TOLD: dict[Any, Any] = {
@@ -240,13 +236,13 @@ def _has_list(index: Any) -> bool:
     return any(isinstance(i, list) for i in (index if isinstance(index, tuple) else (index,)))
 
 
-def _renamed(given: Any, text: bool = False) -> Any:
+def _renamed(argument: Any, text: bool = False) -> Any:
     """Replace ``cuda`` by the meta device; text: also in a string."""
-    if isinstance(given, torch.device):
-        return _META if given.type == "cuda" else given
-    if isinstance(given, tuple | list) and not isinstance(given, torch.Size):
-        return type(given)(map(_renamed, given)) if type(given) in (tuple, list) else given
-    return _META if text and isinstance(given, str) and given.startswith("cuda") else given
+    if isinstance(argument, torch.device):
+        return _META if argument.type == "cuda" else argument
+    if isinstance(argument, tuple | list) and not isinstance(argument, torch.Size):
+        return type(argument)(map(_renamed, argument)) if type(argument) in (tuple, list) else argument
+    return _META if text and isinstance(argument, str) and argument.startswith("cuda") else argument
 
 
 class _Below(TorchDispatchMode):
@@ -299,7 +295,7 @@ class _Below(TorchDispatchMode):
             if not onto or not _same_memory(args[0], source):
                 ops.torch(func, args, named, result)
             return result
-        if not self._device.pinned(source):
+        if not getattr(source, "is_in_pinned_memory", False):
             ops.wait("a copy to the device from memory that is not pinned")
         elif not named.get("non_blocking", args[2] if len(args) > 2 else False):
             ops.wait("a blocking copy to the device")

@@ -128,24 +128,24 @@ def replayed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     returned_as: list[TreeSpec] = []
 
-    def on(*tensors: Tensor) -> list[Any]:
-        given = dict(enumerate(leaves)) | dict(zip(places, tensors, strict=True))
-        positional, named = tree_unflatten(list(given.values()), given_as)
+    def run(*tensors: Tensor) -> list[Any]:
+        by_place = dict(enumerate(leaves)) | dict(zip(places, tensors, strict=True))
+        positional, named = tree_unflatten(list(by_place.values()), given_as)
         with _nothing_of_ours():
-            found, structure = tree_flatten(function(*positional, **named))
+            results, structure = tree_flatten(function(*positional, **named))
         returned_as.append(structure)
-        return found
+        return results
 
-    out = _Replay.apply(on, *(leaves[i] for i in places))
+    out = _Replay.apply(run, *(leaves[i] for i in places))
     return tree_unflatten(out, returned_as[0])
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, on: Callable[..., list[Any]], *tensors: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, run: Callable[..., list[Any]], *tensors: Tensor) -> tuple[Any, ...]:
         ctx.inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad():
-            ctx.outputs = on(*ctx.inputs)
+            ctx.outputs = run(*ctx.inputs)
         return tuple(x.detach() if isinstance(x, Tensor) else x for x in ctx.outputs)
 
     @staticmethod
@@ -158,12 +158,12 @@ class _Replay(torch.autograd.Function):
 
 @contextmanager
 def _nothing_of_ours() -> Iterator[None]:
-    found: dict[str, None] = {}
+    ours: dict[str, None] = {}
 
     def called(frame: FrameType, event: str, _: Any) -> None:
         file = frame.f_code.co_filename
         if event == "call" and file.startswith(_OURS) and not file.startswith(_STAND_INS):
-            found[f"{file.removeprefix(_OURS)}:{frame.f_code.co_name}"] = None
+            ours[f"{file.removeprefix(_OURS)}:{frame.f_code.co_name}"] = None
 
     before = sys.getprofile()
     sys.setprofile(called)
@@ -171,5 +171,5 @@ def _nothing_of_ours() -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before)
-    if found:
-        raise CapturedError(f"a CUDA graph would capture {', '.join(found)}")
+    if ours:
+        raise CapturedError(f"a CUDA graph would capture {', '.join(ours)}")

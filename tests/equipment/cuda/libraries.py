@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import fake_fla
 import fake_te
@@ -28,7 +28,7 @@ from cp_plugin.engine.kernels import backends
 from cp_plugin.engine.kernels.backends import te
 from cp_plugin.engine.linear import fla
 
-Given = dict[str, Any]
+Call = dict[str, Any]
 
 FLASH = {2: ("flash_attn.flash_attn_interface", *FA2), 3: ("flash_attn_interface", *FA3_LATER)}
 """Version -> module, and recorded parameters of its forward and backward."""
@@ -53,10 +53,10 @@ def install_ours(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
     """Replace the launch of our Triton kernels."""
     import cp_kernels
 
-    for found in pkgutil.iter_modules(cp_kernels.__path__, "cp_kernels."):
-        module = importlib.import_module(found.name)
+    for kernels in pkgutil.iter_modules(cp_kernels.__path__, "cp_kernels."):
+        module = importlib.import_module(kernels.name)
         for name, value in list(vars(module).items()):
-            if type(value).__name__ in ("JITFunction", "InterpretedFunction") and value.fn.__module__ == found.name:
+            if type(value).__name__ in ("JITFunction", "InterpretedFunction") and value.fn.__module__ == kernels.name:
                 patch.setattr(module, name, _Kernel(device, name, value.arg_names))
 
 
@@ -70,33 +70,33 @@ class _Kernel:
         assert grid and all(isinstance(n, int) and n > 0 for n in grid), f"{self._name} is launched with {grid}"
 
         def launch(*args: Any, **named: Any) -> None:
-            given = dict(zip(self._parameters, args, strict=False)) | named
-            missing = [name for name in self._parameters if name not in given]
+            call = dict(zip(self._parameters, args, strict=False)) | named
+            missing = [name for name in self._parameters if name not in call]
             assert not missing, f"{self._name} is launched without {missing}"
-            tensors = all_tensors(given)
+            tensors = all_tensors(call)
             for x in tensors:
                 if x.device != CUDA:
                     raise MixedDevicesError(f"{self._name} at {place()}: a CPU tensor {tuple(x.shape)}")
-            if {"q", "k", "v", "blocks"} <= given.keys():
-                _check_attention(given)
+            if {"q", "k", "v", "blocks"} <= call.keys():
+                _check_attention(call)
             self._device.ops.launch(f"triton {self._name}", tensors, ())
 
         return launch
 
 
-def _check_attention(given: Given) -> None:
+def _check_attention(call: Call) -> None:
     """Check results and tables against q, k and v."""
-    q, k, v = given["q"], given["k"], given["v"]
+    q, k, v = call["q"], call["k"], call["v"]
     rows = q.shape[:3]
     shapes = {"out": (*rows, v.size(3)), "dout": (*rows, v.size(3)), "lse": rows, "delta": rows}
     shapes |= {"dq": q.shape, "dk": k.shape, "dv": v.shape}
     for name, shape in shapes.items():
-        assert name not in given or given[name].shape == shape, f"{name} {tuple(given[name].shape)}, not {shape}"
-    assert given.get("lse") is None or given["lse"].dtype == torch.float32
-    tokens = k.size(0) if "dk" in given else q.size(0)
-    assert given["first"].shape == given["last"].shape == (tokens,) and given["blocks"].size(1) == 2
-    assert given["runs"].size(1) == 4
-    assert {given[name].dtype for name in ("first", "last", "blocks", "runs")} == {torch.int32}
+        assert name not in call or call[name].shape == shape, f"{name} {tuple(call[name].shape)}, not {shape}"
+    assert call.get("lse") is None or call["lse"].dtype == torch.float32
+    tokens = k.size(0) if "dk" in call else q.size(0)
+    assert call["first"].shape == call["last"].shape == (tokens,) and call["blocks"].size(1) == 2
+    assert call["runs"].size(1) == 4
+    assert {call[name].dtype for name in ("first", "last", "blocks", "runs")} == {torch.int32}
 
 
 def install_flash(patch: pytest.MonkeyPatch, device: FakeCuda, generation: int | None) -> None:
@@ -107,16 +107,16 @@ def install_flash(patch: pytest.MonkeyPatch, device: FakeCuda, generation: int |
         return
     name, forward, backward = FLASH[generation]
 
-    def attend(given: Given) -> tuple[Any, ...]:
-        q, k, v = _batch_first(given, "q k v")
+    def attend(call: Call) -> tuple[Any, ...]:
+        q, k, v = _batch_first(call, "q k v")
         with device.library(f"{name} forward", q, k, v) as made:
             made += [q.new_empty((*q.shape[:3], v.size(3)))]
             made += [q.new_empty((q.size(0), q.size(2), q.size(1)), dtype=torch.float32)]
         return (*made, None, None)
 
-    def gradients(given: Given) -> Any:
-        dout, q, k, v, out = _batch_first(given, "dout q k v out")
-        lse, grads = given["softmax_lse"], [given[n] for n in ("dq", "dk", "dv")]
+    def gradients(call: Call) -> Any:
+        dout, q, k, v, out = _batch_first(call, "dout q k v out")
+        lse, grads = call["softmax_lse"], [call[n] for n in ("dq", "dk", "dv")]
         assert lse.shape == (q.size(0), q.size(2), q.size(1)) and lse.dtype == torch.float32 and lse.is_contiguous()
         assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and out.shape == dout.shape
         with device.library(f"{name} backward", dout, q, k, v, out, lse, *grads) as made:
@@ -128,36 +128,36 @@ def install_flash(patch: pytest.MonkeyPatch, device: FakeCuda, generation: int |
     put(patch, name, **{part: function(part, *made) for part, made in parts.items()})
 
 
-def _batch_first(given: Given, names: str) -> list[Tensor]:
+def _batch_first(call: Call, names: str) -> list[Tensor]:
     """``[b, s, h, d]`` with one head size, or a pair that version 3 supports."""
-    found = [given[name] for name in names.split()]
-    sizes = {x.size(3) for x in found}
+    tensors = [call[name] for name in names.split()]
+    sizes = {x.size(3) for x in tensors}
     assert len(sizes) == 1 or (128 < max(sizes) <= 192 and 96 < min(sizes) <= 128), f"head sizes {sizes}"
-    assert all(x.stride(3) == 1 and x.device == CUDA and x.dtype == given["q"].dtype for x in found)
-    return found
+    assert all(x.stride(3) == 1 and x.device == CUDA and x.dtype == call["q"].dtype for x in tensors)
+    return tensors
 
 
 def install_te(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
     """Install Transformer Engine with FP8."""
 
-    def attend(given: Given) -> tuple[Any, ...]:
-        q, k, v = (_plain(given, name) for name in ("q", "k", "v"))
-        _check_te(given, q, k)
-        device.ops.plan(("te forward", given["attn_mask_type"]), q, k, v)
+    def attend(call: Call) -> tuple[Any, ...]:
+        q, k, v = (_plain(call, name) for name in ("q", "k", "v"))
+        _check_te(call, q, k)
+        device.ops.plan(("te forward", call["attn_mask_type"]), q, k, v)
         with device.library("te forward", q, k, v) as made:
-            out = torch.empty((*q.shape[:3], v.size(3)), dtype=given["fake_dtype"], device=q.device)
+            out = torch.empty((*q.shape[:3], v.size(3)), dtype=call["fake_dtype"], device=q.device)
             made += [out, torch.empty((q.size(1), q.size(2), q.size(0), 1), device=q.device)]
         return out, [made[1], torch.empty(2, dtype=torch.int64, device=q.device)]
 
-    def gradients(given: Given) -> list[Any]:
-        q, k, v, out, dout = (_plain(given, name) for name in ("q", "k", "v", "o", "d_o"))
-        statistics = given["aux_ctx_tensors"][0]
+    def gradients(call: Call) -> list[Any]:
+        q, k, v, out, dout = (_plain(call, name) for name in ("q", "k", "v", "o", "d_o"))
+        statistics = call["aux_ctx_tensors"][0]
         assert statistics.shape == (q.size(1), q.size(2), q.size(0), 1) and statistics.is_contiguous()
         assert statistics.dtype == torch.float32 and out.shape == dout.shape
-        _check_te(given, q, k)
-        device.ops.plan(("te backward", given["attn_mask_type"]), q, k, v, others=(out, dout))
+        _check_te(call, q, k)
+        device.ops.plan(("te backward", call["attn_mask_type"]), q, k, v, others=(out, dout))
         with device.library("te backward", dout, q, k, v, out, statistics) as made:
-            made += [torch.empty(x.shape, dtype=given["fake_dtype"], device=q.device) for x in (q, k, v)]
+            made += [torch.empty(x.shape, dtype=call["fake_dtype"], device=q.device) for x in (q, k, v)]
         return [*made, None, None]
 
     patch.setattr(fake_te, "forward", attend)
@@ -170,20 +170,20 @@ def install_te(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
     patch.setattr(te, "_generator", lambda device: torch.Generator())
 
 
-def _any_kernel(asked: Given) -> tuple[fake_te.Kinds, str]:
-    fp8 = asked["qkv_dtype"] in ("e4m3", "e5m2")
+def _any_kernel(call: Call) -> tuple[fake_te.Kinds, str]:
+    fp8 = call["qkv_dtype"] in ("e4m3", "e5m2")
     return (fake_te.Kinds.FP8 if fp8 else fake_te.Kinds.F16_arbitrary_seqlen), ""
 
 
-def _check_te(given: Given, q: Tensor, k: Tensor) -> None:
+def _check_te(call: Call, q: Tensor, k: Tensor) -> None:
     for side, x in (("q", q), ("kv", k)):
-        offsets = given[f"cu_seqlens_{side}"]
-        assert given[f"max_seqlen_{side}"] == x.size(0) and offsets.dtype == torch.int32 and offsets.device == CUDA
+        offsets = call[f"cu_seqlens_{side}"]
+        assert call[f"max_seqlen_{side}"] == x.size(0) and offsets.dtype == torch.int32 and offsets.device == CUDA
         assert offsets.shape == (x.size(1) + 1,)
 
 
-def _plain(given: Given, name: str) -> Tensor:
-    x = given[name]
+def _plain(call: Call, name: str) -> Tensor:
+    x = call[name]
     x = x.data if isinstance(x, _Float8Tensor) else x
     assert x.is_contiguous() and x.device == CUDA, f"{name} {tuple(x.shape)} must be dense, on the device"
     return x
@@ -201,9 +201,8 @@ class _Quantizer:
         return _Float8Tensor(data)
 
 
-class _Float8Tensor:
-    def __init__(self, data: Tensor) -> None:
-        self.data = data
+class _Float8Tensor(NamedTuple):
+    data: Tensor
 
 
 def install_fla(patch: pytest.MonkeyPatch, device: FakeCuda, triton: str) -> None:
@@ -219,11 +218,11 @@ def install_fla(patch: pytest.MonkeyPatch, device: FakeCuda, triton: str) -> Non
 
 class _Fla(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, device: FakeCuda, name: str, wanted: bool, *given: Tensor | None) -> tuple[Any, ...]:
+    def forward(ctx: Any, device: FakeCuda, name: str, wanted: bool, *call: Tensor | None) -> tuple[Any, ...]:
         ctx.device, ctx.name = device, name
-        ctx.save_for_backward(*given)
-        q, _, v = given[:3]
-        with device.library(f"fla {name} forward", *given) as made:
+        ctx.save_for_backward(*call)
+        q, _, v = call[:3]
+        with device.library(f"fla {name} forward", *call) as made:
             made += [torch.empty_like(v)]
             if wanted:
                 made += [v.new_empty((v.size(0), v.size(2), q.size(3), v.size(3)), dtype=torch.float32)]
@@ -231,9 +230,9 @@ class _Fla(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dfinal: Tensor | None) -> tuple[Any, ...]:
-        given = ctx.saved_tensors
-        with ctx.device.library(f"fla {ctx.name} backward", dout, dfinal, *given) as made:
-            grads = [None if x is None else torch.empty_like(x) for x in given]
+        call = ctx.saved_tensors
+        with ctx.device.library(f"fla {ctx.name} backward", dout, dfinal, *call) as made:
+            grads = [None if x is None else torch.empty_like(x) for x in call]
             made += [x for x in grads if x is not None]
         return None, None, None, *grads
 
@@ -243,7 +242,7 @@ def forget() -> None:
     import cp_kernels
 
     for package in (backends, cp_kernels, linear):
-        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            for value in vars(importlib.import_module(found.name)).values():
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            for value in vars(importlib.import_module(module.name)).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

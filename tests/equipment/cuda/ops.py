@@ -83,7 +83,7 @@ class Ops(Quiet):
         return sum(launch.nbytes for launch in self.launches)
 
     @property
-    def by_name(self) -> Counter[str]:
+    def counts(self) -> Counter[str]:
         return Counter(launch.name for launch in self.launches)
 
     def wait(self, what: str) -> None:
@@ -97,14 +97,14 @@ class Ops(Quiet):
         built = self.plans.setdefault(of, strides)
         assert built == strides, f"out and dout have strides {strides} in a plan for {built}"
 
-    def launch(self, name: str, given: Iterable[Any], made: Iterable[Any]) -> None:
-        """Record a kernel that reads ``given`` and returns ``made``."""
+    def launch(self, name: str, read: Iterable[Any], made: Iterable[Any]) -> None:
+        """Record a kernel that reads ``read`` and returns ``made``."""
         if self._quiet:
             return
         made = cuda_tensors(made)
         with torch._C.DisableTorchFunction():
             self._allocated(made)
-        self._launched(name, [*cuda_tensors(given), *made])
+        self._launched(name, [*cuda_tensors(read), *made])
 
     def torch(self, func: Any, args: Any, named: Any, result: Any) -> None:
         """Record an operation of torch."""

@@ -43,11 +43,11 @@ def install(patch: pytest.MonkeyPatch, body: Body, version: str = NEWEST) -> Non
         put(patch, f"fla.ops.{package}", **{name: checked})
 
 
-def _checked(name: str, defaults: dict[str, Any], body: Body, given: dict[str, Any]) -> Any:
-    for key, value in given.items():
+def _checked(name: str, defaults: dict[str, Any], body: Body, call: dict[str, Any]) -> Any:
+    for key, value in call.items():
         assert key in USED or key == "kwargs" or value == defaults[key], f"{name}: {key} is {value}"
-    assert not given.get("kwargs") and given["scale"] == 1.0
-    tensors = {key: given.get(key) for key in GIVEN}
+    assert not call.get("kwargs") and call["scale"] == 1.0
+    tensors = {key: call.get(key) for key in GIVEN}
     q, k, v, g, beta, initial = tensors.values()
     (*rows, d), e = q.shape, v.size(3)
     assert q.shape == k.shape and v.shape == (*rows, e) and q.dtype == k.dtype == v.dtype
@@ -60,7 +60,7 @@ def _checked(name: str, defaults: dict[str, Any], body: Body, given: dict[str, A
     assert name not in DELTA or (q.dtype != torch.float32 and d <= 256)
     assert d % 2 == 0 and e % 2 == 0, f"{name}: rows of {d} and {e} numbers"
     assert initial is None or (initial.shape == (rows[0], rows[2], d, e) and initial.dtype == wide)
-    return body(name, tensors, given["output_final_state"])
+    return body(name, tensors, call["output_final_state"])
 
 
 def reference(name: str, tensors: dict[str, Tensor | None], wanted: bool) -> tuple[Tensor, Tensor | None]:

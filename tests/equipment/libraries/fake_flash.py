@@ -43,8 +43,8 @@ USED = {"dout", "q", "k", "v", "out", "softmax_lse", "lse", "dq", "dk", "dv", "r
 USED |= {"softmax_scale", "causal", "is_causal", "deterministic"}
 
 
-def _scores(given: dict[str, Any]) -> Scores:
-    return Scores(given["softmax_scale"], given.get("softcap") or None)
+def _scores(call: dict[str, Any]) -> Scores:
+    return Scores(call["softmax_scale"], call.get("softcap") or None)
 
 
 class Kernel:
@@ -59,45 +59,45 @@ class Kernel:
         self.deterministic: list[bool] = []
         self.head_sizes: list[tuple[int, int]] = []
 
-    def check(self, given: dict[str, Any], tensors: str) -> tuple[Tensor, ...]:
+    def check(self, call: dict[str, Any], tensors: str) -> tuple[Tensor, ...]:
         """The named tensors as ``[s, b, h, d]``."""
-        for name, value in given.items():
+        for name, value in call.items():
             if name == "softcap" and self.off[False] is OFF:  # version 4 is not given one
                 continue
-            if name not in USED or (name == "out" and "dout" not in given):
-                assert value == self.off["dout" in given].get(name), f"{name} is {value}"
-        found = [given[name] for name in tensors.split()]
-        assert all(x.stride(-1) == 1 and x.dtype == torch.bfloat16 for x in found)
-        q, v = given["q"], given["v"]
+            if name not in USED or (name == "out" and "dout" not in call):
+                assert value == self.off["dout" in call].get(name), f"{name} is {value}"
+        named = [call[name] for name in tensors.split()]
+        assert all(x.stride(-1) == 1 and x.dtype == torch.bfloat16 for x in named)
+        q, v = call["q"], call["v"]
         self.head_sizes.append((q.size(3), v.size(3)))
-        assert self.two_sizes or len({x.size(3) for x in found}) == 1
-        return tuple(x.transpose(0, 1) for x in found)
+        assert self.two_sizes or len({x.size(3) for x in named}) == 1
+        return tuple(x.transpose(0, 1) for x in named)
 
-    def forward(self, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        q, k, v = self.check(given, "q k v")
-        out, lse = Reference().forward(q, k, v, diagonal(q, k, given), _scores(given))
+    def forward(self, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        q, k, v = self.check(call, "q k v")
+        out, lse = Reference().forward(q, k, v, diagonal(q, k, call), _scores(call))
         lse = lse.masked_fill(lse == -torch.inf, self.blind)
         return out.transpose(0, 1).contiguous(), lse.permute(1, 2, 0).contiguous()
 
-    def backward(self, given: dict[str, Any]) -> Tensor | tuple[Tensor, ...]:
-        dout, q, k, v, out = self.check(given, "dout q k v out")
-        lse = given["softmax_lse"] if "softmax_lse" in given else given["lse"]
+    def backward(self, call: dict[str, Any]) -> Tensor | tuple[Tensor, ...]:
+        dout, q, k, v, out = self.check(call, "dout q k v out")
+        lse = call["softmax_lse"] if "softmax_lse" in call else call["lse"]
         assert lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == (q.size(1), q.size(2), q.size(0))
-        self.deterministic.append(given["deterministic"])
+        self.deterministic.append(call["deterministic"])
         delta = (dout.float() * out.float()).sum(-1)
-        shape, scores = diagonal(q, k, given), _scores(given)
+        shape, scores = diagonal(q, k, call), _scores(call)
         grads = Reference().backward(dout, q, k, v, lse.permute(2, 0, 1), delta, shape, scores)
-        if "lse" in given:  # version 4
-            assert given["dq"] is given["dk"] is given["dv"] is None
+        if "lse" in call:  # version 4
+            assert call["dq"] is call["dk"] is call["dv"] is None
             return tuple(grad.transpose(0, 1).contiguous() for grad in grads)
         for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-            assert given[name].dtype == grad.dtype and given[name].shape == grad.transpose(0, 1).shape
-            given[name].copy_(grad.transpose(0, 1))
+            assert call[name].dtype == grad.dtype and call[name].shape == grad.transpose(0, 1).shape
+            call[name].copy_(grad.transpose(0, 1))
         return delta.permute(1, 2, 0).contiguous()
 
 
-def diagonal(q: Tensor, k: Tensor, given: dict[str, Any]) -> int:
-    causal = given.get("is_causal", given.get("causal"))
+def diagonal(q: Tensor, k: Tensor, call: dict[str, Any]) -> int:
+    causal = call.get("is_causal", call.get("causal"))
     assert isinstance(causal, bool)
     return 0 if causal else k.size(0) - 1
 
@@ -142,9 +142,9 @@ class Machine:
         }
         kernel = Kernel(-torch.inf, two_sizes=True, off=defaults)
 
-        def forward(given: dict[str, Any]) -> tuple[Tensor | None, ...]:
-            assert given["return_lse"] is True
-            return *kernel.forward(given), None, None, None
+        def forward(call: dict[str, Any]) -> tuple[Tensor | None, ...]:
+            assert call["return_lse"] is True
+            return *kernel.forward(call), None, None, None
 
         self.module("flash_attn.cute.interface", **_functions(parameters, fwd=forward, bwd=kernel.backward))
         return kernel

@@ -27,7 +27,7 @@ PARAMETERS = (
 )
 """The fields of ``FusedAttentionParams`` that the plugin sets."""
 
-Given = dict[str, Any]
+Call = dict[str, Any]
 
 
 class Kinds(IntEnum):
@@ -36,64 +36,64 @@ class Kinds(IntEnum):
     FP8 = 2
 
 
-def forward(given: Given) -> tuple[Tensor, list[Tensor]]:
+def forward(call: Call) -> tuple[Tensor, list[Tensor]]:
     """Out, and the statistics and generator state for the backward."""
-    q, k, v = _checked(given, "q k v")
-    assert given["is_training"] is True and isinstance(given["rng_gen"], torch.Generator)
-    assert given["rng_gen"] is not torch.default_generator
-    out, lse = Reference().forward(q, k, v, _diagonal(given), Scores(given["attn_scale"]))
+    q, k, v = _checked(call, "q k v")
+    assert call["is_training"] is True and isinstance(call["rng_gen"], torch.Generator)
+    assert call["rng_gen"] is not torch.default_generator
+    out, lse = Reference().forward(q, k, v, _diagonal(call), Scores(call["attn_scale"]))
     return out.contiguous(), [lse.permute(1, 2, 0).unsqueeze(-1).contiguous(), torch.zeros(2, dtype=torch.int64)]
 
 
-def backward(given: Given) -> list[Any]:
+def backward(call: Call) -> list[Any]:
     """dq, dk, dv, and None for absent inputs."""
-    q, k, v, out, dout = _checked(given, "q k v o d_o")
-    assert given["do_format"] == "sbhd" and given["dqkv_layout"] == "sbhd_sbhd_sbhd"
-    statistics, rng_state = given["aux_ctx_tensors"]
+    q, k, v, out, dout = _checked(call, "q k v o d_o")
+    assert call["do_format"] == "sbhd" and call["dqkv_layout"] == "sbhd_sbhd_sbhd"
+    statistics, rng_state = call["aux_ctx_tensors"]
     assert statistics.shape == (q.size(1), q.size(2), q.size(0), 1) and statistics.is_contiguous()
     assert statistics.dtype == torch.float32 and rng_state.dtype == torch.int64 and rng_state.numel() == 2
     delta = (dout.float() * out.float()).sum(-1)
     lse = statistics.squeeze(-1).permute(2, 0, 1)
-    return [*Reference().backward(dout, q, k, v, lse, delta, _diagonal(given), Scores(given["attn_scale"])), None, None]
+    return [*Reference().backward(dout, q, k, v, lse, delta, _diagonal(call), Scores(call["attn_scale"])), None, None]
 
 
-def _checked(given: Given, names: str) -> list[Tensor]:
-    tensors = [given[name] for name in names.split()]
+def _checked(call: Call, names: str) -> list[Tensor]:
+    tensors = [call[name] for name in names.split()]
     for x in tensors:
-        assert x.is_contiguous() and x.dtype == given["fake_dtype"] in (torch.bfloat16, torch.float16)
-    q, k = given["q"], given["k"]
+        assert x.is_contiguous() and x.dtype == call["fake_dtype"] in (torch.bfloat16, torch.float16)
+    q, k = call["q"], call["k"]
     for side, x in (("q", q), ("kv", k)):
-        offsets = given[f"cu_seqlens_{side}"]
-        assert given[f"max_seqlen_{side}"] == x.size(0) and offsets.dtype == torch.int32
+        offsets = call[f"cu_seqlens_{side}"]
+        assert call[f"max_seqlen_{side}"] == x.size(0) and offsets.dtype == torch.int32
         assert offsets.tolist() == [i * x.size(0) for i in range(x.size(1) + 1)]
-    assert given["qkv_layout"] == "sbhd_sbhd_sbhd" and given["o_format"] == "sbhd"
-    assert given["attn_bias_type"] == "no_bias" and given["softmax_type"] == "vanilla" and given["dropout"] == 0.0
-    assert tuple(given["window_size"]) == (-1, -1) and not given["bottom_right_diagonal"]
-    assert given["fused_attention_backend"] == Kinds.F16_arbitrary_seqlen
-    assert not any(given[name] is not None for name in given if name.endswith("_quantizer"))
+    assert call["qkv_layout"] == "sbhd_sbhd_sbhd" and call["o_format"] == "sbhd"
+    assert call["attn_bias_type"] == "no_bias" and call["softmax_type"] == "vanilla" and call["dropout"] == 0.0
+    assert tuple(call["window_size"]) == (-1, -1) and not call["bottom_right_diagonal"]
+    assert call["fused_attention_backend"] == Kinds.F16_arbitrary_seqlen
+    assert not any(call[name] is not None for name in call if name.endswith("_quantizer"))
     return tensors
 
 
-def _diagonal(given: Given) -> int:
-    return {"causal": 0, "no_mask": given["max_seqlen_kv"] - 1}[given["attn_mask_type"]]
+def _diagonal(call: Call) -> int:
+    return {"causal": 0, "no_mask": call["max_seqlen_kv"] - 1}[call["attn_mask_type"]]
 
 
-def install(patch: pytest.MonkeyPatch, forward_list: str = FORWARD, **other: Any) -> list[Given]:
+def install(patch: pytest.MonkeyPatch, forward_list: str = FORWARD, **other: Any) -> list[Call]:
     """Put it in the place of the real package; returns the questions it is asked about its kernels.
 
     other: attributes of TE's modules that are not as here; None: not there.
     """
-    asked: list[Given] = []
+    questions: list[Call] = []
 
-    def query(parameters: Given) -> tuple[Kinds, str]:
-        asked.append(parameters)
+    def query(parameters: Call) -> tuple[Kinds, str]:
+        questions.append(parameters)
         return (Kinds.F16_arbitrary_seqlen, "") if parameters["head_dim_qk"] <= 256 else (Kinds.No_Backend, "too large")
 
     masks, layouts, formats = ({n: n for n in names} for names in (("causal", "no_mask"), (te.LAYOUT,), ("sbhd",)))
     tables = {"AttnMaskType": masks, "QKVLayout": layouts, "QKVFormat": formats, "FusedAttnBackend": Kinds}
     tables["fused_attn_fwd"] = function("fused_attn_fwd", forward_list, forward)
     tables["fused_attn_bwd"] = function("fused_attn_bwd", BACKWARD, backward)
-    content: dict[str, Given] = {
+    content: dict[str, Call] = {
         "transformer_engine": {},
         "transformer_engine.pytorch.cpp_extensions.fused_attn": tables,
         "transformer_engine.pytorch.attention.dot_product_attention.utils": {
@@ -107,7 +107,7 @@ def install(patch: pytest.MonkeyPatch, forward_list: str = FORWARD, **other: Any
         put(patch, name, **{n: value for n, value in there.items() if value is not None})
     patch.setattr(te, "version", lambda name: "2.20.2")
     forget()
-    return asked
+    return questions
 
 
 def forget() -> None:
