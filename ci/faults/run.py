@@ -141,11 +141,9 @@ def run(fault: Fault, folder: Path) -> Ended:
     plants = [replace(plant, once=plant.once.format(folder=folder)) for plant in fault.plants]
     with _room(folder, fault.room), socket.create_server(("127.0.0.1", 0)) as busy:
         if fault.torchrun:
-            options = fault.torchrun.format(port=busy.getsockname()[1])
-            ended = trial.torchrun(flags, options=options, timeout=TIMEOUT, plants=plants)
+            ended = trial.torchrun(flags, fault.torchrun.format(port=busy.getsockname()[1]), plants)
         else:
-            rank_1 = fault.flags_of_rank_1
-            ended = trial.train(flags, ranks=fault.ranks, timeout=TIMEOUT, plants=plants, flags_of_rank_1=rank_1)
+            ended = trial.train(flags, ranks=fault.ranks, plants=plants, flags_of_rank_1=fault.flags_of_rank_1)
         if fault.expect == "resumes" and fault.torchrun:
             _require_losses(ended, range(1, STEPS + 1))  # of both starts
         elif fault.expect == "resumes":
@@ -203,7 +201,7 @@ def run_on_links(fault: Fault) -> Ended:
         flags = base(fault)
         if fault.expect == "ends":  # still training when the link goes down
             flags = flags.replace(f"--train-iters {STEPS}", "--train-iters 1000")
-        return trial.train(flags, ranks=4, timeout=TIMEOUT, plants=plants, prepare=join, meanwhile=meanwhile)
+        return trial.train(flags, ranks=4, plants=plants, prepare=join, meanwhile=meanwhile)
 
 
 def verdict(fault: Fault, ended: Ended) -> str:

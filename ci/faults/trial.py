@@ -6,7 +6,7 @@ outlives its trial becomes a child of the runner and is seen.
 
 Under torchrun this file is the program of every rank:
 
-    FAULT='{"timeout": 20, "mark": "/tmp/mark", "plants": [{"rank": 1, "do": "kill"}]}' torchrun ... trial.py FLAGS
+    FAULT='{"mark": "/tmp/mark", "plants": [{"rank": 1, "do": "kill"}]}' torchrun ... trial.py FLAGS
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from faults import TIMEOUT
 from rank_faults import Plant, plant
 from warm import fork, read_no_sources
 
@@ -91,27 +92,22 @@ def train(
     flags: str,
     *,
     ranks: int = 2,
-    timeout: float = 20.0,
     plants: Sequence[Plant] = (),
-    prepare: Callable[[], None] | None = None,
-    meanwhile: Callable[[Path], None] | None = None,
+    prepare: Callable[[], None] = lambda: None,
+    meanwhile: Callable[[Path], None] = lambda mark: None,
     flags_of_rank_1: str = "",
 ) -> Ended:
     """Train on forked ranks with ``MODEL``, ``flags`` and the faults.
 
     Args:
-        timeout: of torch.distributed, in seconds.
         prepare: called first on every rank.
         meanwhile: called in this process during the training, with the file that appears with the fault.
         flags_of_rank_1: flags that no other rank has.
     """
 
     def rank(words: list[str], mark: Path) -> None:
-        if os.environ["RANK"] == "1":
-            words = [*words, *flags_of_rank_1.split()]
-        if prepare is not None:
-            prepare()
-        pretrain(words, timeout=timeout, plants=plants, mark=mark)
+        prepare()
+        pretrain(words + flags_of_rank_1.split() * (os.environ["RANK"] == "1"), plants, mark)
 
     def launch(mark: Path) -> int:
         from cp_plugin.testing.launch import main_with_nproc
@@ -122,18 +118,14 @@ def train(
     return run(launch, meanwhile=meanwhile)
 
 
-def torchrun(
-    flags: str, *, ranks: int = 2, options: str = "", timeout: float = 20.0, plants: Sequence[Plant] = ()
-) -> Ended:
-    """The same under torchrun, which starts an interpreter per rank."""
-    planted = {"timeout": timeout, "plants": [dataclasses.asdict(p) for p in plants]}
-    elastic = f"--nproc-per-node {ranks} --shutdown-timeout 2 {options or '--standalone'}"
-    words = f"{elastic} {Path(__file__)} {MODEL} {flags}".split()
+def torchrun(flags: str, options: str, plants: Sequence[Plant]) -> Ended:
+    """The same on two ranks under torchrun, which starts an interpreter for each."""
+    words = f"--nproc-per-node 2 --shutdown-timeout 2 {options} {Path(__file__)} {MODEL} {flags}".split()
 
     def launch(mark: Path) -> int:
         from torch.distributed.run import main
 
-        fault = json.dumps(planted | {"mark": str(mark)})
+        fault = json.dumps({"mark": str(mark), "plants": [dataclasses.asdict(plant) for plant in plants]})
         os.environ.update(FAULT=fault, OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         main(words)
         return 0
@@ -141,7 +133,9 @@ def torchrun(
     return run(launch, limit=590)
 
 
-def run(launch: Callable[[Path], int], *, meanwhile: Callable[[Path], None] | None = None, limit: int = 240) -> Ended:
+def run(
+    launch: Callable[[Path], int], *, meanwhile: Callable[[Path], None] = lambda mark: None, limit: int = 240
+) -> Ended:
     """Call ``launch`` in a forked process with captured output; its argument is the file for the time of the fault.
 
     limit: seconds after which it counts as hung and is killed.
@@ -158,8 +152,7 @@ def run(launch: Callable[[Path], int], *, meanwhile: Callable[[Path], None] | No
         started = time.monotonic()
         with out.open("ab") as output:
             child = fork(program, output.fileno(), output.fileno(), limit)
-        if meanwhile is not None:
-            meanwhile(mark)
+        meanwhile(mark)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         ended = time.monotonic()
         left = _left_behind()
@@ -184,9 +177,9 @@ def _left_behind() -> list[str]:
     return names
 
 
-def pretrain(words: list[str], *, timeout: float, plants: Sequence[Plant], mark: Path) -> None:
-    """Pretrain on this rank with the flags, a timeout in seconds, and full-precision losses in the output."""
-    _set_timeout(timeout)
+def pretrain(words: list[str], plants: Sequence[Plant], mark: Path) -> None:
+    """Pretrain on this rank with the flags, ``TIMEOUT``, and full-precision losses in the output."""
+    _set_timeout()
     _print_losses()
     for planted in plants:
         plant(planted, mark)
@@ -195,7 +188,7 @@ def pretrain(words: list[str], *, timeout: float, plants: Sequence[Plant], mark:
     _train(words)
 
 
-def _set_timeout(seconds: float) -> None:
+def _set_timeout() -> None:
     """Megatron's flag takes whole minutes; the value behind it need not be whole."""
     from cp_plugin.megatron.patches import hooks
 
@@ -205,7 +198,7 @@ def _set_timeout(seconds: float) -> None:
     def validation(parsed):
         with original(parsed):
             yield
-        parsed.distributed_timeout_minutes = seconds / 60
+        parsed.distributed_timeout_minutes = TIMEOUT / 60
 
     hooks.validation = validation
 
@@ -232,5 +225,4 @@ if __name__ == "__main__":
     from cp_plugin.pretrain_gpt import _preload
 
     _preload()
-    plants = [Plant(**one) for one in fault["plants"]]
-    pretrain(sys.argv[1:], timeout=fault["timeout"], plants=plants, mark=Path(fault["mark"]))
+    pretrain(sys.argv[1:], [Plant(**one) for one in fault["plants"]], Path(fault["mark"]))
