@@ -141,8 +141,7 @@ def install_te(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
     """Install Transformer Engine with FP8."""
 
     def attend(call: Call) -> tuple[Any, ...]:
-        q, k, v = (_plain(call, name) for name in ("q", "k", "v"))
-        _check_te(call, q, k)
+        q, k, v = _dense(call, "q k v")
         device.ops.plan(("te forward", call["attn_mask_type"]), q, k, v)
         with device.library("te forward", q, k, v) as made:
             out = torch.empty((*q.shape[:3], v.size(3)), dtype=call["fake_dtype"], device=q.device)
@@ -150,11 +149,10 @@ def install_te(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
         return out, [made[1], torch.empty(2, dtype=torch.int64, device=q.device)]
 
     def gradients(call: Call) -> list[Any]:
-        q, k, v, out, dout = (_plain(call, name) for name in ("q", "k", "v", "o", "d_o"))
+        q, k, v, out, dout = _dense(call, "q k v o d_o")
         statistics = call["aux_ctx_tensors"][0]
         assert statistics.shape == (q.size(1), q.size(2), q.size(0), 1) and statistics.is_contiguous()
         assert statistics.dtype == torch.float32 and out.shape == dout.shape
-        _check_te(call, q, k)
         device.ops.plan(("te backward", call["attn_mask_type"]), q, k, v, others=(out, dout))
         with device.library("te backward", dout, q, k, v, out, statistics) as made:
             made += [torch.empty(x.shape, dtype=call["fake_dtype"], device=q.device) for x in (q, k, v)]
@@ -175,18 +173,15 @@ def _any_kernel(call: Call) -> tuple[fake_te.Kinds, str]:
     return (fake_te.Kinds.FP8 if fp8 else fake_te.Kinds.F16_arbitrary_seqlen), ""
 
 
-def _check_te(call: Call, q: Tensor, k: Tensor) -> None:
-    for side, x in (("q", q), ("kv", k)):
+def _dense(call: Call, names: str) -> list[Tensor]:
+    """These tensors, of which some may be in float8; their lengths are as the call says."""
+    tensors = [x.data if isinstance(x, _Float8Tensor) else x for x in map(call.__getitem__, names.split())]
+    assert all(x.is_contiguous() and x.device == CUDA for x in tensors), f"{names} must be dense, on the device"
+    for side, x in zip(("q", "kv"), tensors, strict=False):
         offsets = call[f"cu_seqlens_{side}"]
         assert call[f"max_seqlen_{side}"] == x.size(0) and offsets.dtype == torch.int32 and offsets.device == CUDA
         assert offsets.shape == (x.size(1) + 1,)
-
-
-def _plain(call: Call, name: str) -> Tensor:
-    x = call[name]
-    x = x.data if isinstance(x, _Float8Tensor) else x
-    assert x.is_contiguous() and x.device == CUDA, f"{name} {tuple(x.shape)} must be dense, on the device"
-    return x
+    return tensors
 
 
 class _Quantizer:
