@@ -152,9 +152,8 @@ def test_auto_launches_what_its_cost_says(gpu: Start, provider: str, mask: str) 
         cp, counted = ContextParallel(resolved, mesh=Peerless(resolved.axes, 5)), Counter[str]()
         for one, sizes in kernel_calls(resolved, 5):
             if (each := cost(*one.area, sizes, speeds, LONG)).tiles != 0:
-                counted["flash_attn_interface forward" if each.prefers_library else "triton _forward"] += (
-                    each.prefers_library and each.tiles
-                ) or 1
+                kernel = "flash_attn_interface forward" if each.prefers_library else "triton _forward"
+                counted[kernel] += each.tiles if each.prefers_library else 1
         device.ops.clear()
         q, k, v = (leaf(tokens, 1, heads, 128) for heads in (32, 8, 8))
         cp.attention(q, k, v, causal=problem.causal, window=problem.window, cu_seqlens=bounds)
