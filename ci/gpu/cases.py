@@ -50,6 +50,11 @@ def timed_parts(setup: Setup, device: torch.device) -> tuple[str, ...]:
     return *parts_of(setup), *(kernel(name, problem.head_dim, problem.v_head_dim) for name in names)
 
 
+def normal(device: torch.device, *shape: int) -> Tensor:
+    """Random numbers, always the same."""
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
+
+
 def masked(problem: Problem, mask: str) -> tuple[Problem, tuple[int, ...]]:
     """The call with a mask, and its document bounds: ``causal``, ``full``, ``window``, ``documents``, or the last two
     joined by ``and``. Windows and documents end at arbitrary positions."""

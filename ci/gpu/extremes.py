@@ -8,7 +8,7 @@ from functools import partial
 
 import brute
 import torch
-from cases import kernel, possible
+from cases import kernel, normal, possible
 from oracle import relative_error
 from record import Step, Verdict, worst
 from torch import Tensor
@@ -209,7 +209,3 @@ def merged_nan(device: torch.device) -> Verdict:
     kept = torch.equal(out[others], clean[0][others]) and torch.equal(lse[others], clean[1][others])
     seen = bool(out[7].isnan().all() and lse[7].isnan().all())
     return kept and seen, {} if kept and seen else {"failure": f"other rows kept: {kept}; NaN seen: {seen}"}
-
-
-def normal(device: torch.device, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)

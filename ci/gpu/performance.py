@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import brute
 import torch
-from cases import ONLY_A_REFERENCE, PLAIN_TORCH, attend, kernel, lacking, possible, timed_parts
+from cases import ONLY_A_REFERENCE, PLAIN_TORCH, attend, kernel, lacking, normal, possible, timed_parts
 from oracle import relative_error
 from record import Call, Step, Verdict, medians, one_line, worst
 from torch import Tensor
@@ -309,12 +309,9 @@ def memory_bound(step: Step) -> None:
         return
     from cp_kernels import merge, payload, permute
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=torch.Generator(step.device).manual_seed(0), device=step.device)
-
     tokens, heads, size = (64, 2, 16) if step.smoke else (65536, 16, 128)
-    outs, lses = random(4, tokens, 1, heads, size).bfloat16(), random(4, tokens, 1, heads)
-    x, total, total_lse = outs[0], random(tokens, 1, heads, size), lses[0].clone()
+    outs, lses = normal(step.device, 4, tokens, 1, heads, size).bfloat16(), normal(step.device, 4, tokens, 1, heads)
+    x, total, total_lse = outs[0], normal(step.device, tokens, 1, heads, size), lses[0].clone()
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(0)).to(step.device)
     strided = torch.arange(tokens).view(-1, 4).t().reshape(-1).to(step.device)
     packed, like = payload.pack_message((x,), ((tokens,),), BLOCK), (((1, heads, size),), (x.dtype,), ((tokens,),))

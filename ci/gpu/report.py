@@ -56,7 +56,7 @@ def failures(results: Json) -> list[tuple[str, str]]:
 def page(results: Json) -> str:
     """Markdown."""
     results, environment = _reported(results), results["steps"].get("environment", {})
-    machine, made = environment.get("machine", {}), environment.get("made", {})
+    machine, made, versions, pack = (environment.get(name, {}) for name in ("machine", "made", "versions", "pack"))
     commits = sorted({step["commit"] for step in results["steps"].values() if step.get("commit")})
     several = f" **Its steps ran on {len(commits)} commits:** {', '.join(commits)}." if len(commits) > 1 else ""
     introduction = (
@@ -64,10 +64,8 @@ def page(results: Json) -> str:
         f"{made.get('commit', 'not known')}, from the JSON file of the same name. Ratios are medians of calls that "
         f"took turns in one run. Targets are those of the project; a figure that misses one is no error.{several}"
     )
-    pack = {
-        name: text for name, text in environment.get("pack", {}).items() if isinstance(text, str) and name != "cache"
-    }
-    facts = [(name, _words(value)) for name, value in (machine | environment.get("versions", {}) | pack).items()]
+    pack = {name: text for name, text in pack.items() if isinstance(text, str) and name != "cache"}
+    facts = [(name, _words(value)) for name, value in (machine | versions | pack).items()]
     parts = [f"# {machine.get('name', 'Unknown machine')}", introduction, _result(failures(results))]
     parts += ["## Machine and versions", _table(("", ""), facts), "## Correctness", _checks(results)]
     for name, step in results["steps"].items():
