@@ -28,29 +28,30 @@ BLOCK = 64
 
 
 def extremes(step: Step) -> None:
+    def attempt(group: str, name: str, call: Callable[[], Verdict], part: str) -> None:
+        step.attempt(group, name, call, (part,))
+        if step.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     reason = possible(step.device)["triton"]
-    parts: list[tuple[str, str, Callable[[], Verdict], str]] = []
     if reason:
         step.not_run("our own kernels many at a time, and on more than 2^31 elements", reason)
     else:
         for size in (16,) if step.smoke else (128, 64, 256, 96):
             name = f"merge_into against merge, heads of {size}"
-            parts.append(("repeated under load", name, partial(race, step, size), "kernel merge_into"))
+            attempt("repeated under load", name, partial(race, step, size), "kernel merge_into")
     for backend, why in possible(step.device).items():
         if why:
             step.not_run(f"scores of -inf with backend {backend}", why)
         elif backend not in ("float8", "te_fp8"):
             for name, call in (("scores of -inf", no_score), ("a query of NaN", one_nan)):
-                part = kernel(backend, 64, 64)
-                parts.append(("non-finite numbers", f"{name}, {backend}", partial(call, backend, step), part))
+                attempt(
+                    "non-finite numbers", f"{name}, {backend}", partial(call, backend, step), kernel(backend, 64, 64)
+                )
     if not reason:
-        parts.append(("non-finite numbers", "merge of NaN", partial(merged_nan, step.device), "kernel merge"))
-        many = 2**12 if step.smoke else MANY
-        parts += [("more than 2^31 elements", *one) for one in large(step.device, many)]
-    for group, name, call, part in parts:
-        step.attempt(group, name, call, (part,))
-        if step.device.type == "cuda":
-            torch.cuda.empty_cache()
+        attempt("non-finite numbers", "merge of NaN", partial(merged_nan, step.device), "kernel merge")
+        for name, call, part in large(step.device, 2**12 if step.smoke else MANY):
+            attempt("more than 2^31 elements", name, call, part)
 
 
 def race(step: Step, e: int) -> Verdict:

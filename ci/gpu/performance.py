@@ -8,11 +8,11 @@ methods              one big call of torch's flash attention over all ranks of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import brute
 import torch
@@ -69,37 +69,32 @@ def performance(step: Step) -> None:
     long = [replace(first, seq_length=65536)]
     if step.smoke:
         later, long = [replace(first, head_dim=32)], []
-    parts: dict[str, Call] = plan_kernels(step, first, later)
-    parts["bandwidth of our kernels"] = partial(memory_bound, step)
-    parts["bandwidth of decode"] = partial(decode, step)
-    for size in long:
-        parts[f"speed of attention, {describe(size)}"] = partial(whole_tiles, step, size)
-    for backend in ("sdpa", "triton", "auto"):  # a library of auto may build plans for every rank and shape
-        for size in (first, *long):
-            call = partial(methods, step, size, 2 if step.smoke else 8, backend)
-            parts[f"efficiency of methods with backend {backend}, {describe(size)}"] = call
-    for name, part in parts.items():
-        step.measure(name, part)
+
+    def measure(name: str, call: Callable[..., None], *arguments: Any) -> None:
+        step.measure(name, partial(call, step, *arguments))
         if step.device.type == "cuda":
             torch.cuda.empty_cache()
 
-
-def plan_kernels(step: Step, first: Problem, later: list[Problem]) -> dict[str, Call]:
-    """What is timed, by name: everything for the first size, whole tiles for the later ones."""
     step.not_run("speed of backend reference", ONLY_A_REFERENCE)
     step.not_run("speed of backend float8", "it is FP8's numerics in plain torch, not a kernel")
     usable = [name for name, reason in possible(step.device).items() if not reason]
     libraries = [name for name in usable if name in ("sdpa", "cudnn", "flash", "te")]
-    parts: dict[str, Call] = {}
-    for size in (first, *later):
-        parts[f"speed of attention, {describe(size)}"] = partial(whole_tiles, step, size)
+    for problem in (first, *later):
+        measure(f"speed of attention, {describe(problem)}", whole_tiles, problem)
     if "triton" in usable:
-        parts[f"several tiles of {describe(first)}"] = partial(several_tiles, step, first, libraries)
-        parts[f"a strictly causal tile of {describe(first)}"] = partial(strictly_causal, step, first)
+        measure(f"several tiles of {describe(first)}", several_tiles, first, libraries)
+        measure(f"a strictly causal tile of {describe(first)}", strictly_causal, first)
     else:
         step.not_run("staircases and strictly causal tiles", possible(step.device)["triton"])
-    parts[f"the row term, {describe(first)}"] = partial(row_terms, step, first, libraries)
-    return parts
+    measure(f"the row term, {describe(first)}", row_terms, first, libraries)
+    measure("bandwidth of our kernels", memory_bound)
+    measure("bandwidth of decode", decode)
+    for problem in long:
+        measure(f"speed of attention, {describe(problem)}", whole_tiles, problem)
+    for backend in ("sdpa", "triton", "auto"):  # a library of auto may build plans for every rank and shape
+        for problem in (first, *long):
+            name = f"efficiency of methods with backend {backend}, {describe(problem)}"
+            measure(name, methods, problem, 2 if step.smoke else 8, backend)
 
 
 def describe(problem: Problem) -> str:
