@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -53,7 +53,7 @@ class Ended:
     """stdout and stderr together."""
     seconds: float
     """From the fault to the end; from the start if no fault happened."""
-    left: list[str] = field(default_factory=list)
+    left: list[str]
     """Command lines of processes left running (they are killed)."""
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,15 +14,12 @@ from equipment.cuda.device import FakeCuda, Start
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts the device, with our kernels, Transformer Engine and one generation of flash-attn on it."""
-    started: list[FakeCuda] = []
+    with ExitStack() as started:
 
-    def start(*, capability: tuple[int, int] = (9, 0), **options: Any) -> FakeCuda:
-        device = FakeCuda(capability)
-        libraries.install(monkeypatch, device, **options)
-        started.append(device.__enter__())
-        return device
+        def start(*, capability: tuple[int, int] = (9, 0), **options: Any) -> FakeCuda:
+            device = FakeCuda(capability)
+            libraries.install(monkeypatch, device, **options)
+            return started.enter_context(device)
 
-    yield start
-    for device in started:
-        device.__exit__()
+        yield start
     libraries.forget()
