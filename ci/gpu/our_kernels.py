@@ -214,7 +214,3 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     if not torch.equal(got.isfinite(), finite):
         return torch.inf
     return ((got.double() - want)[finite].norm() / want[finite].norm()).item()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,7 @@ from torch import Tensor
 from workers import check_each
 
 from cp_plugin import ContextParallel
-from cp_plugin.engine.attention.calls import Setup, settled_or_reason
+from cp_plugin.engine.attention.calls import Inputs, Setup, settled_or_reason
 from cp_plugin.engine.comm import Mesh, run_threads
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Problem

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from equipment.nccl import programs
 from equipment.nccl.model import run_with_data
-from linear_cases import LinearCase, run_on_shards
+from linear_cases import LinearCase
+from linear_cases import run_on_shards as run_linear_on_shards
 from method_cases import METHODS
 from oracle import Case, Result, errors, relative_error
 from test_mesh import with_any_strides
@@ -65,7 +66,7 @@ def test_linear_methods(provider: str, decay: Any, delta: bool) -> None:
 
     def rank(mesh: Mesh) -> float:
         cp = ContextParallel(provider, mesh=mesh)
-        return max(map(relative_error, run_on_shards(cp, case), map(cp.shard, want)))
+        return max(map(relative_error, run_linear_on_shards(cp, case), map(cp.shard, want)))
 
     assert max(run_with_data(rank, {"cp": 3})) < 1e-9
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from method_cases import METHODS, SETTINGS, predict
 from nightly import nightly, pairs_at_night
 from oracle import Case, Result, assert_close, errors, no_sums_in_half
-from thread_ranks import run_on_shards, run_on_threads, run, typical
+from thread_ranks import run, run_on_shards, run_on_threads, typical
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.engine.attention.calls import Setup, settled
