@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -26,13 +25,12 @@ VIEWS = views()
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks, so that short sequences have inner, edge and invisible ones."""
     for module, name in ((forward_module, "forward_sizes"), (backward_module, "dq_sizes")):
         monkeypatch.setattr(module, name, lambda *_: Sizes(32, 16, 4, 1))
     monkeypatch.setattr(backward_module, "dkv_sizes", lambda *_: Sizes(16, 32, 4, 1))
     visible._kept.clear()
-    yield
 
 
 def run(x: Inputs, rows: Runs, keys: Runs, view: View, scale: float, softcap: float | None = None) -> Answer:

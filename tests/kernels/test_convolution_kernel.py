@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,19 +36,10 @@ def tables(width: int, tokens: int, halo: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def inputs(shape: tuple[int, int, int], width: int, halo: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     _, b, c = shape
-    shapes = {
-        "x": shape,
-        "halo": (halo, b, c),
-        "weight": (c, width),
-        "bias": (c,),
-        "dout": shape,
-        "returned": (3, b, c),
-    }
-    return {
-        name: torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for name, size in shapes.items()
-    }
+    shapes = dict(x=shape, halo=(halo, b, c), weight=(c, width), bias=(c,), dout=shape, returned=(3, b, c))
+    return {name: normal(size).to(dtype) for name, size in shapes.items()}
 
 
 def assert_close(got: Tensor, call: Any, *arguments: Tensor | None, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cp_kernels import decode as kernel
 from nightly import pairs_at_night
+from operations import run
 from oracle import attend_to_slots
 from torch import Tensor
 
@@ -65,17 +66,13 @@ def check(
 )
 def test_any_size_and_dtype(d: int, e: int, dtype: torch.dtype) -> None:
     held, positions = books([37, 20], 40)
-    check(
-        normal(1, 2, 4, d, dtype=dtype),
-        *(normal(40, 2, 2, n, dtype=dtype, seed=n + 1) for n in (d, e)),
-        held,
-        positions,
-    )
+    k, v = (normal(40, 2, 2, n, dtype=dtype, seed=n + 1) for n in (d, e))
+    check(normal(1, 2, 4, d, dtype=dtype), k, v, held, positions)
 
 
 def test_capped_scores() -> None:
-    x = normal(1, 2, 4, 16, dtype=torch.float32), *(normal(40, 2, 2, 16, dtype=torch.float32, seed=n) for n in (3, 4))
-    check(*x, *books([37, 20], 40), softcap=0.5)
+    k, v = (normal(40, 2, 2, 16, seed=n) for n in (3, 4))
+    check(normal(1, 2, 4, 16), k, v, *books([37, 20], 40), softcap=0.5)
 
 
 @pairs_at_night
@@ -138,44 +135,34 @@ def test_parts_are_merged(count: int, e: int) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-class Both:
+def compare(*args: Any) -> None:
     """Attention of one rank to a cache by the kernels and in plain torch."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.patch, self.ran = monkeypatch, []
-
-    def __call__(self, *args: Any) -> None:
-        want = store.attend(*args)
-        with self.patch.context() as patch, fused.observed(self._noted):
-            patch.setattr(fused, "_kernels", lambda x: True)
-            got = store.attend(*args)
-        assert self.ran == ["decode", "merge_parts"], "two launches whatever the length"
-        limit = ERROR[args[0].dtype]
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(a == -inf, b == -inf)
-            torch.testing.assert_close(a, b, rtol=limit, atol=limit)
-
-    def _noted(self, name: str, operation: Any, args: tuple[Any, ...]) -> Any:
-        self.ran.append(name)
-        return operation()
+    ran: list[str] = []
+    with fused.observed(lambda name, operation, _: (ran.append(name), operation())[1]):
+        got = run(lambda: store.attend(*args), kernels=True)
+    assert ran == ["decode", "merge_parts"], "two launches whatever the length"
+    limit = ERROR[args[0].dtype]
+    for a, b in zip(got, run(lambda: store.attend(*args), kernels=False), strict=True):
+        assert torch.equal(a == -inf, b == -inf)
+        torch.testing.assert_close(a, b, rtol=limit, atol=limit)
 
 
 @pairs_at_night
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", kernel.DTYPES)
 @pytest.mark.parametrize("slots", [5, 600])
-def test_a_cache_of_heads(slots: int, dtype: torch.dtype, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_heads(slots: int, dtype: torch.dtype, fp8: bool) -> None:
     k, v = normal(slots, 2, 2, 48, dtype=dtype), normal(slots, 2, 2, 32, dtype=dtype, seed=1)
     k[1, 0] *= 1000  # exponents differ
     cache = Cache(slots + 3, 32, k, v, fp8=fp8)
     cache.put(slice(len(k)), k, v)
     held, positions = books([slots, 3], slots)
-    Both(monkeypatch)(normal(1, 2, 4, 48, dtype=dtype), cache, held, positions, Scores(0.1), (90, 0))
+    compare(normal(1, 2, 4, 48, dtype=dtype), cache, held, positions, Scores(0.1), (90, 0))
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("rank", [32, 40])
-def test_a_cache_of_latents(rank: int, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_latents(rank: int, fp8: bool) -> None:
     """Values are the first part of the keys: read once if that is a power of two."""
     rows = normal(300, 2, 1, rank + 8)
     latent = Latent(rows, normal(4, 16, rank), normal(4, 16, rank))
@@ -183,7 +170,7 @@ def test_a_cache_of_latents(rank: int, fp8: bool, monkeypatch: pytest.MonkeyPatc
     cache.put(slice(len(rows)), rows)
     held, positions = books([300, 31], 300)
     q = latent.queries(normal(1, 2, 4, 24, seed=3))
-    Both(monkeypatch)(q, cache, held, positions, Scores(0.1), None)
+    compare(q, cache, held, positions, Scores(0.1), None)
 
 
 @pytest.mark.parametrize("dtype", kernel.DTYPES)

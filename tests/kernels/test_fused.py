@@ -94,13 +94,10 @@ def test_merging_uses_them(ran: list[str]) -> None:
     half = [Partial(out.bfloat16(), lse) for out, lse in parts]
     compare(lambda: merge(*half[:2]), ran, "merge")
     compare(lambda: merge_all(half), ran, "merge")
-    compare(lambda: merge(Partial(*(x.clone() for x in parts[0])), half[1]), ran, "merge_into")
+    copied = lambda: Partial(*map(torch.clone, parts[0]))  # noqa: E731
+    compare(lambda: merge(copied(), half[1]), ran, "merge_into")
     some = Partial(half[1].out[:2], half[1].lse[:2])
-    compare(
-        lambda: merge_rows(Partial(*(x.clone() for x in parts[0])), range(0, 4, 2), some, half[0].out),
-        ran,
-        "merge_into",
-    )
+    compare(lambda: merge_rows(copied(), range(0, 4, 2), some, half[0].out), ran, "merge_into")
 
 
 def test_partials_that_saw_nothing_are_left_out() -> None:

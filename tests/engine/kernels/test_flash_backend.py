@@ -41,9 +41,7 @@ def unsupported(kernel: Flash, head_dim: int = 64, v_head_dim: int = 64) -> str 
 
 
 def refused(head_dim: int = 64, v_head_dim: int = 64) -> str:
-    reason = unsupported(Flash(), head_dim, v_head_dim)
-    assert reason is not None
-    return reason
+    return str(unsupported(Flash(), head_dim, v_head_dim))
 
 
 TOO_OLD = {("flash-attn 2", "2.6.3"): "'window_size_left'", ("flash-attn 3", "2.7.0"): "'cu_seqlens_q'"}

@@ -153,11 +153,8 @@ def _flash4() -> Library:
 
 
 LOAD: Mapping[int, Callable[[], Library]] = {4: _flash4, 3: _flash3, 2: _flash2}
-"""Generation -> loader, newest first.
-
-Raises:
-    ImportError: if it is missing or does not import; TypeError: if its functions are not as expected.
-"""
+"""Generation -> loader, newest first; ImportError if it is missing or does not import, TypeError if its functions are
+not as expected."""
 
 
 def _bound(generation: int, title: str, module: Any, marks: tuple[str, ...]) -> Library:
