@@ -1,7 +1,6 @@
 """Every fused operation on tensors of any size, dtype and strides, by its kernel or in plain torch.
 
-``test_fused.py`` runs the kernels in the interpreter, ``test_offsets.py`` launches them on tensors without data, and
-``ci/gpu/our_kernels.py`` runs them on a GPU.
+``test_fused.py`` runs the kernels in the interpreter, and ``ci/gpu/our_kernels.py`` on a GPU.
 """
 
 from __future__ import annotations
