@@ -68,9 +68,7 @@ def attend(cp: ContextParallel, case: LinearCase, dtype: torch.dtype = torch.flo
     return whole(cp, run_on_shards(cp, case, dtype))
 
 
-def run_on_threads(
-    provider: str, size: int, case: LinearCase, dtype: torch.dtype = torch.float64, **options: Any
-) -> Any:
+def call_ranks(provider: str, size: int, case: LinearCase, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     def rank(mesh: Mesh) -> list[Tensor]:
         return attend(ContextParallel(provider, mesh=mesh, **options), case, dtype)
 
@@ -115,7 +113,7 @@ def test_float64(provider: str, layout: str, decay: Any, delta: bool, documents:
     case = LinearCase(decay=decay, delta=delta, documents=documents, causal=causal)
     if refused(provider, case, layout):
         with pytest.raises(RuntimeError, match=f"provider '{provider}' cannot do this"):
-            run_on_threads(provider, 2, case, layout=layout)
+            call_ranks(provider, 2, case, layout=layout)
         return
 
     def rank(mesh: Mesh) -> tuple[list[Tensor], Formula, list[Any]]:
@@ -169,12 +167,12 @@ def test_the_delta_rule_by_kernels_from_an_initial_state(provider: str, layout: 
     """As fla's, which run only on GPUs: by ``delta.Widened``, here around the recurrence."""
     case = LinearCase(decay=decay, delta=True)
     for size in (1, 2, 4):
-        for got in run_on_threads(provider, size, case, layout=layout, backend="reference"):
+        for got in call_ranks(provider, size, case, layout=layout, backend="reference"):
             assert max(map(relative_error, got, case.want())) <= 1e-9, size
     want = case.want(torch.bfloat16)
     alone = attend(ContextParallel(provider, backend="reference"), case, torch.bfloat16)
     for size in (2, 4):
-        got = run_on_threads(provider, size, case, torch.bfloat16, layout=layout, backend="reference")[0]
+        got = call_ranks(provider, size, case, torch.bfloat16, layout=layout, backend="reference")[0]
         assert_rounded_alike(got, alone, want)
 
 
@@ -193,7 +191,7 @@ def test_the_roundings_of_fla_are_those_of_one_rank(monkeypatch: pytest.MonkeyPa
     want = case.want(torch.bfloat16)
     alone = list(map(relative_error, attend(ContextParallel("lasp2"), case, torch.bfloat16), want))
     for size in (2, 8):
-        got = list(map(relative_error, run_on_threads("lasp2", size, case, torch.bfloat16)[0], want))
+        got = list(map(relative_error, call_ranks("lasp2", size, case, torch.bfloat16)[0], want))
         assert all(error <= max(2 * one, 2**-8) for error, one in zip(got, alone, strict=True)), (size, got, alone)
 
 
@@ -227,7 +225,7 @@ def test_uncut_documents_send_no_states(layout: str) -> None:
 def test_without_mask_and_decay_states_are_summed(layout: str) -> None:
     """A path of its own: one sum over all segments, two of them on a zigzag rank."""
     case = LinearCase(causal=False)
-    for got in run_on_threads("lasp2", 4, case, layout=layout):
+    for got in call_ranks("lasp2", 4, case, layout=layout):
         assert max(map(relative_error, got, case.want())) <= 1e-9
 
 
@@ -243,9 +241,9 @@ def test_float32_and_half(provider: str, layout: str, decay: Any, delta: bool) -
             continue
         alone = attend(ContextParallel("lasp2"), case, torch.bfloat16)
         for size in (2, 4, 8):
-            got = run_on_threads(provider, size, case, torch.float32, layout=layout)[0]
+            got = call_ranks(provider, size, case, torch.float32, layout=layout)[0]
             assert max(map(relative_error, got, case.want(torch.float32))) <= 1e-4, size
-            half = run_on_threads(provider, size, case, torch.bfloat16, layout=layout)[0]
+            half = call_ranks(provider, size, case, torch.bfloat16, layout=layout)[0]
             assert_rounded_alike(half, alone, case.want(torch.bfloat16))
 
 
