@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from unittest import mock
 
@@ -67,33 +68,27 @@ def merges(e: int, part: torch.dtype = torch.bfloat16, rows: int = 128) -> dict[
     def sums() -> tuple[Tensor, Tensor]:
         return empty_cuda(rows, 1, 8, e), empty_cuda(rows, 1, 8)
 
-    def partial(every: int = 1) -> tuple[Tensor, Tensor]:
+    def one(every: int = 1) -> tuple[Tensor, Tensor]:
         return empty_cuda(rows // every, 1, 8, e, dtype=part), empty_cuda(rows // every, 1, 8)
 
     def some() -> None:
         out, lse = sums()
-        merging.merge_into(out[::2], lse[::2], *partial(2))
+        merging.merge_into(out[::2], lse[::2], *one(2))
 
     def chunks() -> object:
         return merging.merge(empty_cuda(4, rows, 1, 8, e, dtype=part).unbind(), empty_cuda(4, rows, 1, 8).unbind())
 
     return {
-        "merge_into": lambda: merging.merge_into(*sums(), *partial()),
+        "merge_into": lambda: merging.merge_into(*sums(), *one()),
         "merge_into rows": some,
         "merge": chunks,
-        "merge tensors": lambda: merging.merge(*zip(*(partial() for _ in range(4)), strict=True), torch.bfloat16),
+        "merge tensors": lambda: merging.merge(*zip(*(one() for _ in range(4)), strict=True), torch.bfloat16),
     }
 
 
 def copies(d: int, dtype: torch.dtype) -> dict[str, Call]:
     """Row permutation and FP8 payloads."""
-
-    def x() -> Tensor:
-        return empty_cuda(128, 1, 8, d, dtype=dtype)
-
-    def order() -> Tensor:
-        return empty_cuda(128, dtype=torch.int64)
-
+    x, order = partial(empty_cuda, 128, 1, 8, d, dtype=dtype), partial(empty_cuda, 128, dtype=torch.int64)
     rows, shapes = (TOKENS, TOKENS // 2, 128), [(1, 8, d), (1, 8, max(1, d // 2))]
 
     def pack_message() -> object:
@@ -114,10 +109,7 @@ def copies(d: int, dtype: torch.dtype) -> dict[str, Call]:
 
 def row_terms(e: int, dtype: torch.dtype) -> dict[str, Call]:
     """Delta and the stand-in for out; also for the broadcast gradient of a sum."""
-
-    def x() -> Tensor:
-        return empty_cuda(128, 1, 8, e, dtype=dtype)
-
+    x = partial(empty_cuda, 128, 1, 8, e, dtype=dtype)
     return {
         "delta": lambda: row_term.delta(x(), x()),
         "delta of a sum": lambda: row_term.delta(empty_cuda(dtype=dtype).expand(128, 1, 8, e), x()),
@@ -127,18 +119,13 @@ def row_terms(e: int, dtype: torch.dtype) -> dict[str, Call]:
 
 def convolutions(channels: int, dtype: torch.dtype, width: int = 4) -> dict[str, Call]:
     """Of the first channels of a projection: forward, and backward of the halo and of the tokens."""
-
-    def weight() -> Tensor:
-        return empty_cuda(channels, width, dtype=dtype)
+    weight, table = partial(empty_cuda, channels, width, dtype=dtype), partial(empty_cuda, dtype=torch.int32)
 
     def rows(n: int, of: int = channels) -> Tensor:
         return empty_cuda(n, 1, of, dtype=dtype)
 
     def x() -> Tensor:
         return rows(512, 2 * channels)[..., :channels]
-
-    def table(lines: int, n: int) -> Tensor:
-        return empty_cuda(lines, n, dtype=torch.int32)
 
     return {
         "convolve": lambda: convolution.convolve(x(), rows(3), table(width, 512), weight(), rows(1)[0, 0]),
@@ -221,7 +208,4 @@ def without_barriers(folder: str) -> Call:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def sums() -> tuple[Tensor, Tensor]:
-        return empty_cuda(128, 1, 8, 128), empty_cuda(128, 1, 8)
-
-    return lambda: module.merge_into(*sums(), *sums())
+    return lambda: module.merge_into(*(empty_cuda(*shape) for shape in [(128, 1, 8, 128), (128, 1, 8)] * 2))
