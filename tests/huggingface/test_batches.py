@@ -21,15 +21,12 @@ LENGTHS = (20, 1, 27, 16)
 PACKED = pack(*LENGTHS)
 
 
-def bounds() -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
-
-
+BOUNDS = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
 PACKS: dict[str, dict[str, Any]] = {
     "by position_ids": PACKED,
-    "by cu_seq_lens_q": {key: x for key, x in PACKED.items() if key != "position_ids"} | {"cu_seq_lens_q": bounds()},
+    "by cu_seq_lens_q": {key: x for key, x in PACKED.items() if key != "position_ids"} | {"cu_seq_lens_q": BOUNDS},
     "as a collator says it": PACKED
-    | {"cu_seq_lens_q": bounds(), "cu_seq_lens_k": bounds(), "max_length_q": 27, "max_length_k": 27},
+    | {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 27, "max_length_k": 27},
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
@@ -77,7 +74,7 @@ def test_packs_that_do_not_fit_are_refused() -> None:
         ("other documents by position_ids than by bounds", {"cu_seq_lens_q": torch.tensor([0, 8, 64])}),
         ("do not count from 0 in each document", {"position_ids": torch.arange(5, 69)[None]}),
         ("must increase from 0 to the 64 tokens", {"cu_seq_lens_q": torch.tensor([0, 20, 48])}),
-        ("other cu_seq_lens_k than _q", {"cu_seq_lens_q": bounds(), "cu_seq_lens_k": torch.tensor([0, 64])}),
+        ("other cu_seq_lens_k than _q", {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": torch.tensor([0, 64])}),
         (r"`position_ids` of \[1, 32\] for input_ids of \[1, 64\]", {"position_ids": batch["position_ids"][:, :32]}),
         ("does not support padding", {"attention_mask": torch.arange(64)[None] < 60}),
     ]
@@ -92,7 +89,7 @@ def test_packs_that_do_not_fit_are_refused() -> None:
 
 def test_bounds_added_to_a_call_are_followed() -> None:
     """Passed to the model, beside positions of the whole sequence: rotary angles are relative."""
-    more = {"cu_seq_lens_q": bounds(), "cu_seq_lens_k": bounds(), "max_length_q": 27, "max_length_k": 27}
+    more = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 27, "max_length_k": 27}
     whole = {key: x for key, x in PACKED.items() if key != "position_ids"}
 
     def call(model: Any) -> Callable[..., Any]:

@@ -102,16 +102,13 @@ def test_router_losses_are_refused_at_each_call(kind: str, how: str) -> None:
         run_on_ranks(rank)
 
 
-def packed() -> torch.Tensor:
-    """Bounds of three documents of 61 tokens; their first labels are not counted, by ``document_labels``."""
-    return torch.tensor([0, 20, 21, 61])
-
-
+PACKED = torch.tensor([0, 20, 21, 61])
+"""Bounds of three documents, whose first labels are not counted."""
 ROWS: dict[str, dict[str, Any]] = {
     "plain": {},
     "padded left and right": {"attention_mask": (torch.arange(61) >= torch.tensor([[5], [0]])).long()},
-    "packed": {"cu_seq_lens_q": packed()},
-    "packed by positions": {"position_ids": torch.cat([torch.arange(n) for n in packed().diff()])[None]},
+    "packed": {"cu_seq_lens_q": PACKED},
+    "packed by positions": {"position_ids": torch.cat([torch.arange(n) for n in PACKED.diff()])[None]},
 }
 ROWS["padded left and right"]["attention_mask"][1, 50:] = 0
 MORE: dict[str, dict[str, Any]] = {"granite": {"logits_scaling": 3.0}, "gpt2": {"tie_word_embeddings": True}}
@@ -122,7 +119,7 @@ def wanted(model: Any, ids: torch.Tensor, targets: torch.Tensor, rows: str) -> t
     where = ROWS[rows].get("attention_mask", torch.ones_like(ids))
     spans = [(i, int(x.argmax()), int(x.argmax() + x.sum())) for i, x in enumerate(where)]
     if rows.startswith("packed"):
-        spans = [(i, *ends) for i in range(len(ids)) for ends in pairwise(packed().tolist())]
+        spans = [(i, *ends) for i in range(len(ids)) for ends in pairwise(PACKED.tolist())]
     logs, states = torch.zeros(ids.size(0), 60), torch.zeros(*ids.shape, 64)
     for i, start, end in spans:
         output = model(input_ids=ids[i : i + 1, start:end], use_cache=False, output_hidden_states=True)
@@ -154,7 +151,7 @@ def test_what_a_loss_of_ones_own_needs(
     targets = ids.clone()
     targets[:, 30:34] = -100
     if rows.startswith("packed"):
-        targets[:, packed()[:-1]] = -100
+        targets[:, PACKED[:-1]] = -100
 
     def own(states: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
         return -torch.nn.functional.logsigmoid(logs.sum(1)).sum() + states.float().square().mean()

@@ -9,22 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Trained, compare, divided, model_of, needs_transformers, run_on_ranks, tokens, train
+from tiny import MISSING, Trained, compare, divided, model_of, run_on_ranks, tokens, train
 from torch.nn.utils.rnn import pad_sequence
 
 from cp_plugin import ContextParallel, huggingface
 from cp_plugin.testing.launch import RankError
 
-try:
-    import accelerate
-    import transformers
-    from transformers import Trainer, TrainingArguments
-except ImportError:
-    accelerate = None
-pytestmark = [
-    needs_transformers,
-    pytest.mark.skipif(accelerate is None, reason="accelerate is not installed: pip install accelerate"),
-]
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+transformers = pytest.importorskip("transformers", reason=MISSING)
 
 
 @pytest.mark.parametrize("flags", [[], ["--bf16", "--provider", "needed"]], ids=["float32", "bf16"])
@@ -39,8 +31,8 @@ def test_the_example(flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: p
 def trainer_of(model: Any, collate: Any, path: Path, more: dict[str, Any], **others: Any) -> Any:
     """more: arguments of training; others: of Trainer."""
     quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False}
-    args = TrainingArguments(str(path), save_strategy="no", **quiet | more)
-    return Trainer(model=model, args=args, data_collator=collate, **others)
+    args = transformers.TrainingArguments(str(path), save_strategy="no", **quiet | more)
+    return transformers.Trainer(model=model, args=args, data_collator=collate, **others)
 
 
 def trained(model: Any, collate: Any, rows: list[dict[str, Any]], path: Path, **more: Any) -> list[float]:

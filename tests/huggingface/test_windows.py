@@ -12,14 +12,10 @@ from cp_plugin.engine.core.mask import Mask
 from cp_plugin.huggingface.masks import Reader, as_tensor, from_tensor
 
 
-def causal(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return k <= q
-
-
 @pytest.mark.parametrize(
     "function, mask",
     [
-        (causal, Mask(right=0)),
+        (lambda b, h, q, k: k <= q, Mask(right=0)),
         (lambda b, h, q, k: (k <= q) & (k > q - 7), Mask(6, 0)),
         (lambda b, h, q, k: (k <= q) & (k >= q - 4000), Mask(right=0)),
         (lambda b, h, q, k: (q >= 0) & (k >= 0), Mask()),
