@@ -7,7 +7,7 @@
 Float64 and float32 have fixed limits. In half precision the limit of each tensor is twice the error of one call of the
 same kernel on one device; with ``--fp8`` its inputs and results are rounded as in transit. (A method rounds some of
 them, and a tensor again where parts of it are merged: 2.6 % each, e4m3's mean.) ``--gradient-dtype model`` adds the
-roundings of sums, see ``sum_rounding``.
+roundings of sums.
 """
 
 from __future__ import annotations
@@ -164,9 +164,12 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
         return dict.fromkeys(tensors(problem), LIMITS[problem.dtype])
     rounded = fp8.four_bits if setup is not None and setup.options.fp8 is not None else torch.clone
     got = compute_alone(setup, case.inputs, problem, device, rounded, rounded)
-    rounding = {} if setup is None else sum_rounding(setup)
+    rounding = 0.0
+    if setup is not None and setup.options.gradient_dtype == "model":
+        # half an epsilon for each rank's part of a gradient; they are independent, so their sum grows with the root
+        rounding = torch.finfo(setup.problem.dtype).eps / 2 * setup.problem.size**0.5
     errors = relative_errors(got, case.want, tensors(problem))
-    allowed = {name: HALF_FACTOR * error + rounding.get(name, 0.0) for name, error in errors.items()}
+    allowed = {name: HALF_FACTOR * error + rounding * (name in TENSORS[1:4]) for name, error in errors.items()}
     if "dlog_decay" in allowed:  # never in half precision
         allowed["dlog_decay"] = LIMITS[torch.float32]
     return allowed
@@ -195,15 +198,6 @@ def compute_alone(
     kernel = blocks.choose(options, problem, device).kernel
     x = (sent(q), kept(k), kept(v), sent(dout))
     return tuple(map(sent, calls.call_kernel(kernel, x, problem.mask(), sent)))
-
-
-def sum_rounding(setup: Setup) -> dict[str, float]:
-    """What rounding may add to each gradient's error where sums travel in the model's dtype: half its epsilon per rank
-    that adds a part. Roundings are independent, so the error grows with the root of the number of ranks."""
-    if setup.options.gradient_dtype != "model":
-        return {}
-    grads = TENSORS[1:4]
-    return dict.fromkeys(grads, torch.finfo(setup.problem.dtype).eps / 2 * setup.problem.size**0.5)
 
 
 def _unchosen_options(provider: Provider) -> list[Options]:
