@@ -112,7 +112,7 @@ def alone(call: Callable[[Mesh], Any], axes: Mapping[str, int], **_: Any) -> lis
 
 
 def ranks_of(setup: Any, documents: tuple[int, ...], device: torch.device) -> tuple[dict[str, float], dict[str, float]]:
-    """``cases.errors`` without an answer: every rank's forward and backward."""
+    """``providers.errors`` without an answer: every rank's forward and backward."""
     for index in range(math.prod(setup.axes.values())):
         rank_of(setup, device, documents, index)()
     return {"out": 0.0}, {"out": 0.0}
