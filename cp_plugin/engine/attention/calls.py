@@ -192,9 +192,13 @@ def call_kernel(
     sent: Callable[[Tensor], Tensor] = lambda out: out,
     between: Callable[[], object] = lambda: None,
 ) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv from one call of a kernel in each direction, for ``x``: q, k, v and dout of whole sequences.
+    """out, dq, dk, dv from one call of a kernel in each direction.
 
-    sent: applied to out before the backward pass sees it; between: called after the forward.
+    Args:
+        x: q, k, v and dout.
+        mask: of the whole sequence.
+        sent: applied to out before the backward pass sees it.
+        between: called after the forward.
     """
     q, k, v, dout = x
     wide = accumulation_dtype(q.dtype)

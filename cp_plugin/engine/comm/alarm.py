@@ -37,7 +37,12 @@ class Alarm:
     """One per rank; created once torch.distributed's default group exists."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, where: Callable[[], str]) -> None:
-        """store: of the run; where: what this rank's main thread is doing, in a few words, called in another thread."""
+        """
+        Args:
+            store: of the run.
+            rank, size: of this process, and the number of ranks.
+            where: what this rank's main thread is doing, in a few words; called in another thread.
+        """
         self.rank, self.size = rank, size
         self._where = where
         # torchrun keeps its store across restarts, with the previous start's alarm in it

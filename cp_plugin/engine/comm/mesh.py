@@ -115,7 +115,12 @@ class Mesh(ABC):
     """A grid of ranks. Axes are ordered slowest first: ``index`` is the row-major number of the rank's coordinates."""
 
     def __init__(self, axes: Mapping[str, int], index: int, ledger: Ledger | None = None) -> None:
-        """axes: name -> size, slowest first, whose product is the context-parallel size; index: this rank's number."""
+        """
+        Args:
+            axes: name -> size, slowest first; the product is the context-parallel size.
+            index: this rank's number.
+            ledger: where traffic is recorded; a new one by default.
+        """
         if not axes or any(n < 1 for n in axes.values()):
             raise ValueError(f"mesh axes must have size 1 or more, got {dict(axes)}")
         self.axes = dict(axes)

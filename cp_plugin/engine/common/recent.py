@@ -10,7 +10,11 @@ class Recent[K: Hashable, V]:
     """LRU cache ``key -> value``."""
 
     def __init__(self, most: int, weight: Callable[[V], int] = lambda value: 1) -> None:
-        """most: total weight to keep, and the newest value in any case; weight: of a value, such as its bytes."""
+        """
+        Args:
+            most: total weight to keep; the newest value is always kept.
+            weight: weight of a value, such as its bytes; default 1.
+        """
         self._most, self._weight = most, weight
         self._kept: dict[K, V] = {}
         self._total = 0

@@ -49,7 +49,12 @@ class Needs(NamedTuple):
 
 
 def needs(queries: Sequence[Segments], keys: Sequence[Segments], mask: Mask) -> Needs:
-    """The keys that the queries of every rank see, from every rank's positions of both, in storage order."""
+    """The keys that the queries of every rank see.
+
+    Args:
+        queries, keys: positions of every rank's queries and keys, in storage order.
+        mask: which positions see which.
+    """
     held = _held(keys)
     pieces = _pieces(queries, mask, tuple({int(step) for step in held.step}))
     i, j = _pairs(pieces, held)

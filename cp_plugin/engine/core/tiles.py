@@ -77,7 +77,9 @@ class Tile(NamedTuple):
 def tiles(q_segments: Segments, k_segments: Segments, mask: Mask) -> tuple[Tile, ...]:
     """The non-empty tiles between a query and a key shard, trimmed of rows and keys that see nothing.
 
-    q_segments, k_segments: global positions of the two shards, in storage order.
+    Args:
+        q_segments, k_segments: global positions of the two shards, in storage order.
+        mask: which positions see which.
     """
     return tuple(_join_full(_make_tiles(q_segments, k_segments, mask)))
 

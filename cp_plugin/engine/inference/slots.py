@@ -66,9 +66,14 @@ class Slots:
     """The bookkeeping of one batch. Not thread-safe."""
 
     def __init__(self, size: int, index: int, batch: int, capacity: int, device: torch.device) -> None:
-        """size, index: context-parallel ranks, and this one's number; batch: sequences; capacity: slots per rank.
+        """
+        Args:
+            size, index: context-parallel ranks, and this one's number.
+            batch: sequences.
+            capacity: slots per rank.
 
-        ValueError for sizes below 1.
+        Raises:
+            ValueError: for sizes below 1.
         """
         if min(size, batch, capacity) < 1:
             raise ValueError(f"a cache needs 1 or more ranks, sequences and slots: got {size}, {batch} and {capacity}")
@@ -90,7 +95,11 @@ class Slots:
 
     def chunk(self, tokens: int, place: Callable[[int], Segments]) -> Chunk:
         """Place the next ``tokens`` of each sequence's prompt; ValueError after ``close``; CacheFullError if they do
-        not fit. place: rank -> its tokens' positions within the chunk."""
+        not fit.
+
+        Args:
+            place: rank -> its tokens' positions within the chunk.
+        """
         if not self._open:
             raise ValueError("the prompt is complete: decode further tokens")
         share, first = tokens // self.size, self._prompt // self.size

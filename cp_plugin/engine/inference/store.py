@@ -64,8 +64,11 @@ class Cache:
     """
 
     def __init__(self, capacity: int, v_head_dim: int, *like: Tensor, fp8: bool = False) -> None:
-        """like: keys and values, or rows, as those to come; fp8: in one byte per element and one more per row, with a
-        ValueError for a dtype that cannot be packed."""
+        """
+        Args:
+            like: keys and values, or rows, as those to come.
+            fp8: in one byte per element and one more per row; ValueError for a dtype that cannot be packed.
+        """
         self.v_head_dim, self._dtype = v_head_dim, like[0].dtype
         if fp8 and self._dtype not in payload.DTYPES:
             raise ValueError(f"an FP8 cache holds {payload.DTYPES}, got {self._dtype}")

@@ -67,7 +67,9 @@ class Lasp2:
     def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
         """The state before each of this rank's segments (back: the gradient after it), shaped like ``states``.
 
-        states: what the segments add, ``[directions * segments * b, g, d, e]``; through: as ``Segment.factor``.
+        Args:
+            states: what the segments add, ``[directions * segments * b, g, d, e]``.
+            through: what becomes of a state on its way through each, as ``Segment.factor``.
         """
         gathering = self._gather(states, through)
 

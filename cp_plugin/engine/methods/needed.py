@@ -145,7 +145,9 @@ def _owners_of(owners: Owners, rank: int) -> Owners:
 def _plan_distances(counts: Tensor, most: int) -> list[list[int]]:
     """Distances up the axis over which rows travel, by stage; the same on every rank.
 
-    counts: as ``Needs.counts``; most: rows that a stage may bring a rank, unless one distance alone brings more.
+    Args:
+        counts: rows of each rank (column) that every rank (row) sees.
+        most: rows that a stage may bring a rank, unless one distance alone brings more.
     """
     size = len(counts)
     stages: list[list[int]] = []

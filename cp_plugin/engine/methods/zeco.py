@@ -56,8 +56,11 @@ class InTurn(Lasp2):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Pass the state through a segment; the blocks of the state before it and after it. None: a state of zeros.
 
-        before: the state before the segment, if this rank has it, or else ``source`` sends it, unless that is None; to:
-        the rank that the state after the segment is sent to, if any; ends: nobody asks for that state.
+        Args:
+            before: the state before the segment, if this rank has it.
+            source: the rank that sends it; None: none.
+            to: the rank that the state after the segment is sent to; None: none.
+            ends: nobody asks for the state after the segment.
         """
         arrived, afters, sending = list[Tensor](), list[Tensor](), list[Pending]()
         for number, added in enumerate(self._split_blocks(left)):

@@ -109,7 +109,9 @@ def _children(state: Ints, left: Ints, start: int, stop: int, pairs: Pairs, limi
 def _best(state: Ints, left: Ints, start: int, room: int, work: int, pack: Pack) -> Ints:
     """Indices of the distinct states, best first.
 
-    start: unassigned tokens of the current document; room, work: those of all documents, and their work.
+    Args:
+        start: unassigned tokens of the current document.
+        room, work: unassigned tokens of all documents, and their work.
     """
     size = state.shape[2]
     density = (work << 8) // max(1, room)

@@ -79,9 +79,14 @@ def relieve(ranks: Ranks, limit: int, rounds: int, patience: int) -> int:
 
     Exchanges of either end of the busiest rank's parts are estimated for a few lengths at once; the best of the
     promising ones is made even if it is a step back, unless its state was visited before. Steps that did not pay off
-    are undone at the end. Windows are not supported. Returns the keys that the busiest rank receives or sends then.
+    are undone at the end. Windows are not supported.
 
-    rounds: the most exchanges; patience: the most in a row without improvement.
+    Args:
+        rounds: maximum number of exchanges.
+        patience: maximum number of consecutive exchanges without improvement.
+
+    Returns:
+        Keys received or sent by the busiest rank in the end.
     """
     traffic = ranks.traffic()
     best, seen = _busiest_first(traffic), {traffic.tobytes()}

@@ -63,8 +63,9 @@ class Ranks:
     def cut(self, document: int, length: int, shares: Mapping[int, int], style: Style, most: int) -> None:
         """Divide a document over ranks, the first of which holds its end.
 
-        shares: rank -> the work that it can take; more in total than the document has. most: keys that a rank should
-        need at most, where its work permits.
+        Args:
+            shares: rank -> the work that it can take; more in total than the document has.
+            most: keys that a rank should need at most, where its work permits.
         """
         pairs, head, tail, to_head, to_tail = self.pairs, 0, length, 0, self.pairs(length)
         share_left, room = sum(shares.values()), sum(self.tokens[rank] for rank in shares)
@@ -112,8 +113,12 @@ class Ranks:
             del held[document]
 
     def share(self, rank: int, density: int, reserve: int) -> int:
-        """Work that a rank can take from a document of this ``density``, in work per token, while keeping ``reserve``
-        per token of remaining room for the documents that fill it up."""
+        """Work that a rank can take from a document while keeping enough for the documents that fill it up.
+
+        Args:
+            density: work per token of the document.
+            reserve: work to keep per token of remaining room.
+        """
         if density <= reserve:
             return max(0, self.work[rank])
         return max(0, (self.work[rank] - reserve * self.tokens[rank]) * density // (density - reserve))
