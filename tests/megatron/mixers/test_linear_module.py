@@ -11,18 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nightly import one_case
+from rule_examples import run_of
 from test_attention_module import make_config, make_layer
 from test_startup import _rows
 from training import FIRST_LOSS, train
 from warm import megatrons_own_data
 
-from cp_plugin import Options
 from cp_plugin.engine.linear import recurrence
 from cp_plugin.engine.linear.tokens import tokens_of
 from cp_plugin.engine.linear.variants import variants
 from cp_plugin.engine.methods import registry as providers
-from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.megatron.flags.linear_flags import Linear
 from cp_plugin.testing.launch import RankError
 
 pytestmark = pytest.mark.usefixtures("adapter")
@@ -30,19 +28,16 @@ SAME_VOCABULARY = "--make-vocab-size-divisible-by 64"  # Megatron pads it for th
 HYBRID = "--context-parallel-size 2 --cp-linear-attention gla --cp-layer-pattern LN"
 
 
-def _start(variant: str = "gla", pattern: str = "L") -> None:
+def start(variant: str = "gla", pattern: str = "L") -> None:
+    """Linear attention switched on, in a process with one context-parallel rank."""
     from cp_plugin.megatron.patches import hooks
 
-    provider = {"provider": "all_gather"} if "N" in pattern else {}
-    layout = Options(layout="contiguous") if "N" not in pattern else Options(layout="zigzag")
-    linear = Linear(variant=variant, pattern=pattern, options=layout)
-    hooks.start(Settings(linear=linear, options=layout, **provider))
+    hooks.start(run_of(f"--cp-linear-attention {variant} --cp-layer-pattern {pattern}", linear=True).settings)
 
 
 @pytest.fixture
 def gla(adapter: None) -> None:
-    """GLA switched on, in a process with one context-parallel rank."""
-    _start()
+    start()
 
 
 def test_the_specs_choose_by_the_layers_number(adapter: None) -> None:
@@ -53,7 +48,7 @@ def test_the_specs_choose_by_the_layers_number(adapter: None) -> None:
     from cp_plugin.megatron.mixers.core_attention import CoreAttention
     from cp_plugin.megatron.mixers.linear_attention import LinearCoreAttention
 
-    _start("lightning", "LLN")
+    start("lightning", "LLN")
     for provider in (LocalSpecProvider(), TESpecProvider()):
         kind = provider.core_attention()
         made = [make_layer(layer_number=n, kind=kind) for n in range(1, 7)]
@@ -65,7 +60,7 @@ def test_the_specs_choose_by_the_layers_number(adapter: None) -> None:
 @pytest.mark.parametrize("variant", variants())
 def test_it_computes_what_its_layer_does_in_float64(variant: str) -> None:
     """Token by token, where the module's own kernel may be the chunked one; gradients, too."""
-    _start(variant)
+    start(variant)
     for dtype, allowed in ((torch.float32, 1e-3), (torch.bfloat16, 3e-2)):
         module = make_layer(make_config(params_dtype=dtype), layer_number=2)
         assert all(weight.dtype == dtype for weight in module.parameters())
