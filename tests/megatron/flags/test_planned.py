@@ -33,9 +33,8 @@ GPT = (
     "--vocab-size 50257 --micro-batch-size 2 --global-batch-size 128 --fp16"
 )
 MIXTRAL = (
-    f"{COMMON} --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
-    "--group-query-attention --num-query-groups 8 --vocab-size 32000 --num-experts 8 --moe-router-topk 2 "
-    "--moe-grouped-gemm --expert-model-parallel-size 8"
+    f"{LLAMA.replace('128256', '32000')} --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm "
+    "--expert-model-parallel-size 8"
 )
 DEEPSEEK = (
     f"{COMMON} --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "

@@ -81,9 +81,8 @@ def test_every_rule_refuses_its_example(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_machine_that_is_planned_for_may_be_a_gpu() -> None:
     (rule,) = (rule for rule in training() if rule.name == "determinism on CUDA")
-    assert rule.message(replace(run_of("--deterministic-mode"), device=None)) and not rule.message(
-        run_of("--deterministic-mode")
-    )
+    run = run_of("--deterministic-mode")
+    assert rule.message(replace(run, device=None)) and not rule.message(run)
 
 
 def test_no_rule_crashes_on_a_number_that_makes_no_sense() -> None:
@@ -194,9 +193,8 @@ def test_refused_flags_exist_in_megatron() -> None:
         *("cp_partition_mode", "dynamic_context_parallel", "sequence_packing_scheduler"),  # the dev branch
         "pad_packed_seq_alignment",
     }
-    assert {
-        attribute(rule.name) for rule in training() if rule.name.startswith(("--", "linear --"))
-    } - known <= elsewhere
+    flags = {attribute(rule.name) for rule in training() if rule.name.startswith(("--", "linear --"))}
+    assert flags - known <= elsewhere
 
 
 def test_all_refusals_in_one_message_in_table_order() -> None:
