@@ -52,13 +52,10 @@ def stale_drawings() -> tuple[list[str], str]:
     """
     missing = [name for name in blocks.DRAWINGS if not (_IMAGES / name).exists()]
     kept = {name: (_IMAGES / name).read_text() for name in blocks.DRAWINGS if name not in missing}
-    drew = {match[1] for text in kept.values() if (match := _DRAWN_WITH.search(text))}
-    if drew != {version("matplotlib")}:
-        installed = version("matplotlib")
-        return (
-            missing,
-            f"drawings not compared: drawn by matplotlib {', '.join(sorted(drew))}, installed is {installed}",
-        )
+    drew, installed = {x[1] for text in kept.values() if (x := _DRAWN_WITH.search(text))}, version("matplotlib")
+    if drew != {installed}:
+        reason = f"drawings not compared: drawn by matplotlib {', '.join(sorted(drew))}, installed is {installed}"
+        return missing, reason
     with tempfile.TemporaryDirectory() as folder:
         for name in kept:
             Path(folder, name).parent.mkdir(exist_ok=True)

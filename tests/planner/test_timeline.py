@@ -164,7 +164,7 @@ def test_a_block_is_priced_as_auto_computes_it(name: str, layout: str, tokens: i
     events = [e for e in program(setup, 5).forward if isinstance(e, Attention)]
     calls = [len(kernel_time.cut_tiles(event, at)[0]) for event in events]
     weighed = [cost(*block.area, sizes, at, LONG) for block, sizes in kernel_calls(setup, 5)]
-    assert sum(calls) == sum(c.tiles or 0 for c in weighed if c.by_library) and any(c.tiles for c in weighed)
+    assert sum(calls) == sum(c.tiles or 0 for c in weighed if c.prefers_library) and any(c.tiles for c in weighed)
     for event, parts in zip(events, calls, strict=True):
         library = kernel_time.seconds(event._replace(auto=None), device)
         assert kernel_time.seconds(event, device) > (1 if parts else 1.3) * library, "merges, or our slower kernel"
