@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
 from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.methods.protocol import Kind
@@ -114,6 +115,13 @@ def padded(cp: ContextParallel, seq_length: int) -> int:
     if not STATE.settings.pad_sequence or cp.size == 1:
         return seq_length
     return cp.layout.padded(seq_length, cp.size, 1 if STATE.model is None else STATE.model.parts)
+
+
+def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of all ranks' tensors, without a gradient. Collective over the group."""
+    x = x.detach().clone()
+    dist.all_reduce(x, group=group)
+    return x
 
 
 def print_notice(text: str) -> None:

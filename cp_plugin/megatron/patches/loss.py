@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -58,15 +57,8 @@ def _sum_over_ranks(compute: Callable[..., Any], per_token: bool, output: Tensor
         STATE.slices.lost(loss, output)
     if not torch.is_grad_enabled():
         pairs = {name: x for name, x in report.items() if isinstance(x, Tensor) and x.numel() == 2}  # sum, tokens
-        report = report | {name: sum_ranks(x, group) for name, x in pairs.items()}
+        report = report | {name: runtime.sum_ranks(x, group) for name, x in pairs.items()}
     if tokens and not per_token:
-        loss *= group.size() / sum_ranks(tokens[0], group).clamp(min=1)  # in place, as Megatron divides it
+        loss *= group.size() / runtime.sum_ranks(tokens[0], group).clamp(min=1)  # in place, as Megatron divides it
         tokens = [torch.ones_like(tokens[0])]
     return loss, *tokens, report
-
-
-def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of all ranks' tensors, without a gradient. Collective over the group."""
-    x = x.detach().clone()
-    dist.all_reduce(x, group=group)
-    return x

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from cp_plugin.megatron import compat, runtime
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.loss import sum_ranks
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.rules.cuda_graphs import captures_experts
 from cp_plugin.megatron.rules.experts import balancing
 from cp_plugin.megatron.rules.rule import nonzero
+from cp_plugin.megatron.runtime import sum_ranks
 
 
 def _needed(run: Run) -> bool:

@@ -26,8 +26,8 @@ from cp_plugin.engine.common.text import group_ranks
 from cp_plugin.engine.core.layout import Layout
 from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.megatron import runtime
-from cp_plugin.megatron.patches.loss import sum_ranks
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
+from cp_plugin.megatron.runtime import sum_ranks
 from cp_plugin.megatron.selfcheck.readings import named_parameters, projections
 from cp_plugin.megatron.state import STATE
 

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from cp_plugin.megatron.patches import patching
-from cp_plugin.megatron.patches.loss import sum_ranks
+from cp_plugin.megatron.runtime import sum_ranks
 
 _PROJECTIONS = 4
 _CHUNK = 1 << 20  # elements of a gradient that are projected at once

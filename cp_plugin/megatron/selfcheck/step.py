@@ -40,8 +40,8 @@ from cp_plugin.megatron import runtime
 from cp_plugin.megatron.mixers import fp8_scaling, gated_delta_net
 from cp_plugin.megatron.mixers.core_attention import CoreAttention
 from cp_plugin.megatron.patches import patching, rope
-from cp_plugin.megatron.patches.loss import sum_ranks
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
+from cp_plugin.megatron.runtime import sum_ranks
 from cp_plugin.megatron.selfcheck import first_step, readings, recheck, tiny_batch
 from cp_plugin.megatron.selfcheck.first_step import StepError, layout_of_run
 from cp_plugin.megatron.selfcheck.one_rank import OneRank
