@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from cp_plugin.megatron.cpu import mode as cpu
-from cp_plugin.megatron.rules.rule import Found, Rule, refuse, when
+from cp_plugin.megatron.rules.rule import Match, Rule, refuse, when
 
 
 def _value(config: Any, path: str) -> Any:
@@ -22,7 +22,7 @@ def _value(config: Any, path: str) -> Any:
 def _field(path: str, *, why: str, fix: str = "leave it out", refused: Callable[[Any], bool] | None = None) -> Rule:
     """A rule against a field; ``refused``: whether it refuses the config; None: if the field is true."""
 
-    def looks_at(config: Any) -> Found:
+    def looks_at(config: Any) -> Match:
         value = _value(config, path)
         plain = isinstance(value, bool | int | float | str)
         kind = type(config.model if path == "model.provide" else value).__name__

@@ -33,7 +33,7 @@ _FACTORS = np.array(
 """Large odd hash multipliers that tell states apart."""
 
 
-class Given(NamedTuple):
+class Assigned(NamedTuple):
     """Part of a document assigned to a rank."""
 
     part: Part
@@ -49,7 +49,7 @@ class _Step(NamedTuple):
     taken: Ints
 
 
-def beam(pack: Pack, size: int, pairs: Pairs, limit: int) -> Iterator[list[Given]]:
+def beam(pack: Pack, size: int, pairs: Pairs, limit: int) -> Iterator[list[Assigned]]:
     """The most promising assignments of the long documents; none where the search would be too expensive.
 
     limit: permitted work of a rank above the mean.
@@ -69,7 +69,7 @@ def _pieces(pack: Pack, longest: int) -> Iterator[Part]:
             yield document, max(0, stop - longest), stop
 
 
-def _search(pieces: list[Part], kept: int, pack: Pack, size: int, pairs: Pairs, limit: int) -> Iterator[list[Given]]:
+def _search(pieces: list[Part], kept: int, pack: Pack, size: int, pairs: Pairs, limit: int) -> Iterator[list[Assigned]]:
     state, left = np.zeros((5, 1, size), np.int64), np.zeros(1, np.int64)
     state[_ROOM], state[_WORK] = pack.tokens, pack.mean
     room, work = pack.tokens * size, pack.mean * size
@@ -125,13 +125,13 @@ def _best(state: Ints, left: Ints, start: int, room: int, work: int, pack: Pack)
     return different[np.argsort(cost[different], kind="stable")]
 
 
-def _way(pieces: list[Part], steps: list[_Step], state: int) -> list[Given]:
+def _way(pieces: list[Part], steps: list[_Step], state: int) -> list[Assigned]:
     """The assignments that lead to a state."""
     assigned = []
     for (document, start, stop), step in zip(reversed(pieces), reversed(steps), strict=True):
         middle = stop - int(step.taken[state])
-        assigned.append(Given((document, middle, stop), int(step.rank[state])))
+        assigned.append(Assigned((document, middle, stop), int(step.rank[state])))
         if start < middle:
-            assigned.append(Given((document, start, middle), -1))
+            assigned.append(Assigned((document, start, middle), -1))
         state = int(step.parent[state])
     return assigned

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cp_plugin.engine.placement.beam import Given, beam
+from cp_plugin.engine.placement.beam import Assigned, beam
 from cp_plugin.engine.placement.exchanges import balance, relieve
 from cp_plugin.engine.placement.pairs import Ints, Pairs, busy
 from cp_plugin.engine.placement.shares import SLACK, Pack, Ranks, Style
@@ -149,7 +149,7 @@ def _trial(pack: Pack, size: int, pairs: Pairs, style: Style, limit: int) -> Ran
     return ranks
 
 
-def _given_out(pack: Pack, size: int, pairs: Pairs, way: list[Given], limit: int) -> Ranks:
+def _given_out(pack: Pack, size: int, pairs: Pairs, way: list[Assigned], limit: int) -> Ranks:
     """Ranks with a beam assignment; unassigned parts go where most work is missing."""
     ranks = Ranks(size, pack.tokens, pack.mean, pairs)
     for part, rank in way:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cp_plugin.megatron.rules.rule import Found, Rule
+from cp_plugin.megatron.rules.rule import Match, Rule
 
 _EXPERTS = ("moe", "moe_router", "moe_preprocess")
 OUTSIDE = {"transformer_engine": ("mlp", *_EXPERTS), "local": _EXPERTS}
@@ -29,7 +29,7 @@ _CAPTURED = {
 """Other parts -> description for the message."""
 
 
-def _captured(subject: Any) -> Found:
+def _captured(subject: Any) -> Match:
     args = subject.args
     impl = getattr(args, "cuda_graph_impl", None) or "none"
     if impl == "none":

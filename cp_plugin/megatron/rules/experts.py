@@ -11,13 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cp_plugin.megatron.compat import masks_expert_bias
-from cp_plugin.megatron.rules.rule import Found, Rule, nonzero, spelled, when
+from cp_plugin.megatron.rules.rule import Match, Rule, nonzero, spelled, when
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
 
 
-def _capacity(run: Run) -> Found:
+def _capacity(run: Run) -> Match:
     """Tokens are dropped where one expert is the choice of more than its share of a rank's tokens."""
     args = run.args
     if not args.num_experts or args.context_parallel_size == 1:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from cp_plugin.megatron.rules.rule import NAMES, Found, Rule, shown, when
+from cp_plugin.megatron.rules.rule import NAMES, Match, Rule, shown, when
 
 _HONOURED = """
 activation_func add_bias_linear add_qkv_bias apply_rope_fusion attention_dropout attention_output_gate
@@ -63,7 +63,7 @@ def read(core: Path) -> frozenset[str]:
     return frozenset(name for pair in matches for name in pair if name)
 
 
-def _unknown(subject: Any) -> Found:
+def _unknown(subject: Any) -> Match:
     args, spec = subject.args, find_spec("megatron.core")
     if spec is None:
         return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cp_plugin.megatron.rules.cuda_graphs import CUDA_GRAPH
 from cp_plugin.megatron.rules.fields import UNKNOWN
-from cp_plugin.megatron.rules.rule import Found, Rule, flag, shown, value_of, when
+from cp_plugin.megatron.rules.rule import Match, Rule, flag, shown, value_of, when
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
@@ -35,7 +35,7 @@ def names_its_exchange(run: Run) -> bool:
     return eager is not None and (eager or run.args.transformer_impl == "local")
 
 
-def _comm_type(run: Run) -> Found:
+def _comm_type(run: Run) -> Match:
     value = value_of(run.args, "--cp-comm-type") or "p2p"
     types = [value] if isinstance(value, str) else list(value)  # Bridge's configuration has one word
     ignored = types in (["p2p"], [None]) or (types == ["all_gather"] and names_its_exchange(run))

@@ -14,7 +14,7 @@ from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import flags
 from cp_plugin.megatron.rules.cuda_graphs import CUDA_GRAPH
 from cp_plugin.megatron.rules.fields import UNKNOWN
-from cp_plugin.megatron.rules.rule import Found, Rule, flag, refuse, shown, when
+from cp_plugin.megatron.rules.rule import Match, Rule, flag, refuse, shown, when
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -214,13 +214,13 @@ _SHARDED = "sharding linear attention's own weights with FSDP is not tested"
 _PATTERN = "its symbols define every layer, and none of them stands for linear attention"
 
 
-def _layers(run: Run) -> Found:
+def _layers(run: Run) -> Match:
     assert run.settings.linear is not None
     length = len(run.settings.linear.pattern)
     return when(run.args.num_layers % length, length=length)
 
 
-def _heads(run: Run) -> Found:
+def _heads(run: Run) -> Match:
     args = run.args
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     return when(groups % args.tensor_model_parallel_size, groups=groups)

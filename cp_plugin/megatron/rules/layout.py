@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cp_plugin.engine.core.layout import Layout
 from cp_plugin.engine.placement.documents import DOCUMENTS
 from cp_plugin.megatron.compat import weakens_expert_losses
-from cp_plugin.megatron.rules.rule import Found, Rule, nonzero, spelled, when
+from cp_plugin.megatron.rules.rule import Match, Rule, nonzero, spelled, when
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
@@ -30,7 +30,7 @@ def needs_counting(run: Run, layout: Layout) -> bool:
     return run.args.context_parallel_size > 1 and not run.args.calculate_per_token_loss and not even
 
 
-def _length(run: Run) -> Found:
+def _length(run: Run) -> Match:
     size = run.args.context_parallel_size
     divisor = run.layout.divisor(size)
     for flag, length in (("--seq-length", run.args.seq_length), ("--encoder-seq-length", run.args.encoder_seq_length)):
@@ -42,7 +42,7 @@ def _length(run: Run) -> Found:
     return None
 
 
-def _experts(run: Run) -> Found:
+def _experts(run: Run) -> Match:
     """Megatron-Core before 0.19 weakens router losses when losses are summed per token.
 
     It multiplies them by this rank's tokens and later divides by those of all ranks: too small by the context-parallel

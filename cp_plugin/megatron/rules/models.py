@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cp_plugin.megatron import compat
 from cp_plugin.megatron.rules.flags import names_its_exchange
-from cp_plugin.megatron.rules.rule import Found, Rule, spelled, when
+from cp_plugin.megatron.rules.rule import Match, Rule, spelled, when
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
@@ -21,7 +21,7 @@ def _divides_delta_net(run: Run) -> bool:
     return run.args.context_parallel_size > 1 and "G" in run.pattern
 
 
-def _spec(run: Run) -> Found:
+def _spec(run: Run) -> Match:
     """Megatron only logs a ``--spec`` that cannot be imported, and trains with its default spec."""
     words, problem = run.args.spec, ""
     if words is not None and len(words) != 2:

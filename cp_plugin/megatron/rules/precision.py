@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cp_plugin.megatron.rules.rule import Found, Rule, when
+from cp_plugin.megatron.rules.rule import Match, Rule, when
 
 if TYPE_CHECKING:
     from cp_plugin.megatron.rules.run import Run
@@ -19,7 +19,7 @@ def _recipe(run: Run) -> str | None:
     return getattr(run.args, "fp8_recipe", None) if getattr(run.args, "fp8", None) else None
 
 
-def _linear_layers(run: Run) -> Found:
+def _linear_layers(run: Run) -> Match:
     mxfp8, fp4 = _recipe(run) == "mxfp8", getattr(run.args, "fp4", None)
     return when(_computes(run) and (mxfp8 or fp4), recipe="--fp8-recipe mxfp8" if mxfp8 else "--fp4-format")
 

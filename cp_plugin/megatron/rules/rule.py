@@ -16,7 +16,7 @@ from cp_plugin.megatron.flags import stops
 
 NAMES: set[str] = set()
 """Of all rules that were made."""
-Found = Mapping[str, object] | None  # further values for the message; None: the rule does not apply
+Match = Mapping[str, object] | None  # further values for the message; None: the rule does not apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Rule:
         return self.text.format(subject, **(result if isinstance(result, Mapping) else {})) if result else None
 
 
-def when(applies: object, **values: object) -> Found:
+def when(applies: object, **values: object) -> Match:
     """The values if the rule applies."""
     return values if applies else None
 
@@ -85,7 +85,7 @@ def flag(
     linear: the rule is for linear attention only. example: a value that is refused; none for a switch.
     """
 
-    def looks_at(subject: Any) -> Found:
+    def looks_at(subject: Any) -> Match:
         value = value_of(subject.args, name)
         return when(value is not None and refused(value), value=shown(value))
 
