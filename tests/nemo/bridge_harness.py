@@ -124,7 +124,8 @@ def check_same(records: Sequence[Record], reference: Record, steps: int = 3) -> 
 def _callback(events: Mapping[str, Callable[[Any], None]]) -> Any:
     from megatron.bridge.training.callbacks import Callback
 
-    return type("Events", (Callback,), {name: staticmethod(call) for name, call in events.items()})()
+    methods = {name: lambda self, context, call=call: call(context) for name, call in events.items()}
+    return type("Events", (Callback,), methods)()  # Bridge looks for bound methods
 
 
 def _record_into(record: Record) -> dict[str, Callable[[Any], None]]:
