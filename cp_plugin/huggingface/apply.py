@@ -216,7 +216,7 @@ class Both:
             for x, std in ((query, 3), (key, 1), (value, 1))
         )
         cp, read = placed(division.cp, division.call.documents), self.masks.get(id(mask), (mask, mask))[1]
-        shards = (cp.shard(x, 2) for x in (q, k, v))
+        shards = cp.shard(q, 2), cp.shard(k, 2), cp.shard(v, 2)
         got = cp.unshard(division.attend_over_ranks(module, *shards, read, **options), 1)
         cast = mask
         if mask is not None and mask.is_floating_point():

@@ -139,7 +139,8 @@ class ContextParallel(LinearAttention):
     def without_fp8(self) -> ContextParallel:
         """The same with everything computed, and sent, in the model's dtype."""
         other, chosen = copy.copy(self), self.options
-        other.options = replace(chosen, backend="auto" if chosen.fp8 == "compute" else chosen.backend, fp8=None)
+        backend = "auto" if chosen.fp8 == "compute" else chosen.backend
+        other.options = Options(layout=chosen.layout, backend=backend, items=chosen.items, fp8=None)
         return other
 
     @eager
