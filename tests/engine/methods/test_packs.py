@@ -21,20 +21,19 @@ from cp_plugin.engine.placement.documents import DOCUMENTS
 BOUNDS = (0, 3, 50, 51, 64, 113, 192)
 CU_SEQLENS = torch.tensor(BOUNDS, dtype=torch.int32)
 CASE = Case(seq_length=192, heads=8, kv_heads=2, causal=True, dtype=torch.float64, documents=BOUNDS)
-COMPOSED = [name for name, (provider, *_) in SETTINGS.items() if DOCUMENTS.name in providers.get(provider).layouts]
+PLACED = [name for name in providers.names() if DOCUMENTS.name in providers.get(name).layouts]
+COMPOSED = [name for name, (provider, *_) in SETTINGS.items() if provider in PLACED]
+METHODS = {name: (name, 4, {}) for name in PLACED} | SETTINGS
 
 
 @each_value
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=nightly if SETTINGS[name][1] > 4 else ()) for name in COMPOSED]
+    "name", [*PLACED, *(pytest.param(name, marks=nightly if SETTINGS[name][1] > 4 else ()) for name in COMPOSED)]
 )
 @pytest.mark.parametrize("window", [None, (9, 0)])
 def test_float64(name: str, window: tuple[int, int] | None) -> None:
-    """The same call on tokens of the layout it came from, of the pack, and of the layout again: no plans are shared.
-
-    Providers without settings on placed packs: ``test_methods``.
-    """
-    provider, size, options = SETTINGS[name]
+    """The same call on tokens of the layout it came from, of the pack, and of the layout again: no plans are shared."""
+    provider, size, options = METHODS[name]
     case = replace(CASE, window=window, heads={6: 12, 16: 16}.get(size, 8))
     layout = "zigzag" if "zigzag" in providers.get(provider).layouts else None
     settled = providers.settle(provider, typical(case, size), Options(**{"layout": layout} | options))
