@@ -32,8 +32,8 @@ from cp_plugin.engine.methods.ring import PROVIDERS
 
 ring = replace(PROVIDERS[0], layouts=("contiguous",))
 
-def wrong_scale(mesh, local, problem, options):
-    return ring.build(mesh, replace(local, scores=Scores(1.01 * local.scores.scale)), problem, options)
+def wrong_scale(mesh, local, *call):
+    return ring.build(mesh, replace(local, scores=local.scores._replace(scale=1.01 * local.scores.scale)), *call)
 
 def wrong_rank(mesh, local, problem, options):
     return (wrong_scale if mesh.index == 1 else ring.build)(mesh, local, problem, options)
