@@ -88,7 +88,7 @@ def answer(
 
     Of shapes that tie, those with fewest context-parallel ranks are tried first; others only where they may be faster
     by more than ``worth``. Shapes that differ in recomputation alone are one shape with a choice: each candidate takes
-    the fastest that fits. Where nothing is allowed, ``found`` is empty. ValueError if nothing fits the memory, with
+    the fastest that fits. Where nothing is allowed, ``methods`` is empty. ValueError if nothing fits the memory, with
     what would.
 
     Args:

@@ -198,7 +198,7 @@ def gathered(mesh: Mesh, x: Tensor, ledger: Ledger | None = None) -> Tensor:
 
 
 def problem_of_ranks(mesh: Mesh, own: str | None, device: torch.device) -> ValueError | None:
-    """The error of the first rank that has one, on every rank, whose own is ``mine``; None if none has. Collective."""
+    """On every rank the error of the first that has one; ``own``: this rank's. None if none has. Collective."""
     text = (own or "").encode()[:_TEXT].ljust(_TEXT)
     table = gathered(mesh, torch.tensor([list(text)], dtype=torch.uint8, device=device)).tolist()
     return _first([bytes(row).decode(errors="ignore").strip() for row in table])

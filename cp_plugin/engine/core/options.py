@@ -102,8 +102,9 @@ def whole_number(text: str) -> int | None:
 
 def rows_and_columns(text: str) -> tuple[int, int] | None:
     """``8x4``; None for any other text."""
-    grid = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text, re.ASCII)
-    return (int(grid[1]), int(grid[2])) if grid else None
+    rows, by, columns = text.partition("x")
+    grid = whole_number(rows), whole_number(columns)
+    return (grid[0], grid[1]) if by and grid[0] and grid[1] else None
 
 
 def grids(ranks: int) -> list[tuple[int, int]]:

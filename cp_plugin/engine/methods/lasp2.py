@@ -5,8 +5,8 @@
     rank 2: M2 -+   (meanwhile    +- S = factor1 M0 + M1          backward: the same with q dout^T in place of k v^T,
     rank 3: M3 -+    o_intra)     +- S = ...                      scanned from the end of the sequence
 
-Bytes do not depend on the sequence length. The paper has no decay; with one, each segment also sends ``through``, the
-factor by which a state decays on its way through it, and the sum of states becomes a scan. Under the delta rule it is a
+Bytes do not depend on the sequence length. The paper has no decay; with one, each segment also sends the factor by
+which a state decays on its way through it, and the sum of states becomes a scan. Under the delta rule the factor is a
 matrix, as large as a state. A rank has one segment, on zigzag tokens two.
 """
 
@@ -64,14 +64,14 @@ class Lasp2:
         before, final = self._scan(gathering.wait(), initial=initial)
         return out + segment.read(torch.cat(before)), final
 
-    def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
+    def _carry(self, states: Tensor, factor: Tensor | None, *, back: bool) -> Pending[Tensor]:
         """The state before each of this rank's segments (back: the gradient after it), shaped like ``states``.
 
         Args:
             states: what the segments add, ``[directions * segments * b, g, d, e]``.
-            through: what becomes of a state on its way through each, as ``Segment.factor``.
+            factor: what becomes of a state on its way through each, as ``Segment.factor``.
         """
-        gathering = self._gather(states, through)
+        gathering = self._gather(states, factor)
 
         def scan_gathered() -> Tensor:
             gathered, directions = gathering.wait(), range(self.parts.directions)
@@ -88,15 +88,15 @@ class Lasp2:
         """Segment numbers in the order in which a state passes through them; reversed in a backward."""
         return self.parts.order[:: -1 if back != (direction == 1) else 1]
 
-    def _gather(self, states: Tensor, through: Tensor | None) -> Pending[tuple[Tensor, ...]]:
-        """All-gather the segments' states and, where it differs between them, their ``through``."""
-        if through is None:
+    def _gather(self, states: Tensor, factor: Tensor | None) -> Pending[tuple[Tensor, ...]]:
+        """All-gather the segments' states and, where it differs between them, their ``factor``."""
+        if factor is None:
             return self.mesh.all_gather(AXIS, (states,))
         if self.parts.uniform:
-            gathering, everywhere = self.mesh.all_gather(AXIS, (states,)), through.repeat(self.mesh.axes[AXIS], 1, 1, 1)
+            gathering, everywhere = self.mesh.all_gather(AXIS, (states,)), factor.repeat(self.mesh.axes[AXIS], 1, 1, 1)
             return Pending(lambda: (*gathering.wait(), everywhere))
-        sizes = states.size(3), through.size(3)
-        columns = torch.cat((states, through.expand(*states.shape[:3], sizes[1])), 3)
+        sizes = states.size(3), factor.size(3)
+        columns = torch.cat((states, factor.expand(*states.shape[:3], sizes[1])), 3)
         message = self.mesh.all_gather(AXIS, (columns,))
         return Pending(lambda: message.wait()[0].split(sizes, 3))
 
@@ -125,7 +125,7 @@ class Summed(Lasp2):
         total = self._carry(segment.read_back(dout), None, back=True).wait()
         return segment.edge_gradients(dout, kept[0], total)
 
-    def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
+    def _carry(self, states: Tensor, factor: Tensor | None, *, back: bool) -> Pending[Tensor]:
         """The sum of all ranks' states, once for each of this rank's segments."""
         ranks, segments = self.mesh.axes[AXIS], self._segments
         gathering = self.mesh.all_gather(AXIS, (states.unflatten(0, (segments, -1)).sum(0),))
@@ -149,7 +149,7 @@ def _build(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -> Scan
 
 
 def _traffic(problem: Problem, options: Options, index: int) -> Formula:
-    """Each rank's states to all others in each pass, with ``through`` where it varies."""
+    """Each rank's states to all others in each pass, with ``factor`` where it varies."""
     if problem.size == 1:
         return {}
     placement = placement_of(_layout(problem, options), problem.seq_length, problem.size)

@@ -78,16 +78,16 @@ class Placed:
         return x._replace(starts=begins if x.starts is None else begins | x.starts)
 
     def _gather(
-        self, states: Sequence[Tensor], through: Sequence[Tensor | None], x: Tokens
+        self, states: Sequence[Tensor], factors: Sequence[Tensor | None], x: Tokens
     ) -> Pending[tuple[Tensor, ...]]:
-        """States of all ranks' pieces, ``[ranks * most, b, g, d, e]``, and ``through``, sent as further columns."""
+        """States of all ranks' pieces, ``[ranks * most, b, g, d, e]``, and the factors, sent as further columns."""
         most = most_cuts(self._cuts)
         if not most:
             return Pending.done(())
         b, g, d, e = *x.k.shape[1:], x.v.size(3)
         columns = e, d if rule_of(x).matrix else 1
         message = x.k.new_zeros((most, b, g, d, sum(columns)), dtype=accumulation_dtype(x.q.dtype))
-        for slot, state, kept in zip(message, states, through, strict=False):
+        for slot, state, kept in zip(message, states, factors, strict=False):
             slot[..., :e] = state
             slot[..., e:] = 1 if kept is None else kept
         arriving = self.mesh.all_gather(AXIS, (message,))
@@ -99,13 +99,13 @@ class Placed:
         for document in self._cuts:
             if all(cut.rank != self.mesh.index for cut in document):
                 continue
-            states, through = gathered
+            states, factors = gathered
             carried = torch.zeros_like(states[0])
             for cut in reversed(document) if back else document:
                 if cut.rank == self.mesh.index:
                     by_number[cut.number] = carried
                 place = cut.rank * most + cut.number
-                carried = segment.advance(carried, states[place], through[place])
+                carried = segment.advance(carried, states[place], factors[place])
         return [by_number[number] for number in sorted(by_number)]
 
 

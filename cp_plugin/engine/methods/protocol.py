@@ -165,7 +165,7 @@ class Parts:
     directions: int = 1
     """1: causal. 2: also from the last token back; each rank's segments then occur twice."""
     uniform: bool = False
-    """All segments have the same ``through``, so it need not travel."""
+    """All segments have the same ``factor``, so it need not travel."""
     segments: int = 1
     """Of each rank; s = segments * t."""
     cuts: tuple[tuple[Cut, ...], ...] | None = None

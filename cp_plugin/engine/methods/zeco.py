@@ -5,9 +5,9 @@
     rank 1:     abc                        rank 1:   a b c
     rank 2:         abc                    rank 2:     a b c
 
-A rank adds its own segment to the state that arrives and passes it on; ``through`` stays where it is, so that the delta
-rule sends no more than others. The columns of a state do not mix, so ZeCO passes them in n blocks: the last of P ranks
-waits for P - 2 + n hops of a block each, where in LASP it waits for P - 1 of the whole state.
+A rank adds its own segment to the state that arrives and passes it on; the segment's factor stays where it is, so the
+delta rule sends no more than others. The columns of a state do not mix, so ZeCO passes them in n blocks: the last of P
+ranks waits for P - 2 + n hops of a block each, where in LASP it waits for P - 1 of the whole state.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ class InTurn(Lasp2):
     blocks: int = 1
     """In which a state's columns are passed, at most."""
 
-    def _carry(self, states: Tensor, through: Tensor | None, *, back: bool) -> Pending[Tensor]:
-        return Pending(lambda: self._pass(states, through, back=back))
+    def _carry(self, states: Tensor, factor: Tensor | None, *, back: bool) -> Pending[Tensor]:
+        return Pending(lambda: self._pass(states, factor, back=back))
 
-    def _pass(self, states: Tensor, through: Tensor | None, *, back: bool) -> Tensor:
+    def _pass(self, states: Tensor, factor: Tensor | None, *, back: bool) -> Tensor:
         segments, order = self._segments, self._order(0, back)
         states = states.unflatten(0, (segments, -1))
-        through = None if through is None else through.unflatten(0, (segments, -1))
+        factor = None if factor is None else factor.unflatten(0, (segments, -1))
         incoming = torch.empty_like(states)
         after = list[Tensor]()
         for place, number in enumerate(order):
             rank, slot = divmod(number, segments)
             if rank == self.mesh.index:
-                decay = None if through is None else through[slot]
+                decay = None if factor is None else factor[slot]
                 before, after = self._visit(after, states[slot], decay, *self._neighbours(order, place))
                 torch.cat(before, -1, out=incoming[slot]) if before else incoming[slot].zero_()
         return incoming.flatten(0, 1)
 
     def _visit(
-        self, before: list[Tensor], left: Tensor, through: Tensor | None, source: int | None, to: int | None, ends: bool
+        self, before: list[Tensor], left: Tensor, factor: Tensor | None, source: int | None, to: int | None, ends: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Pass the state through a segment; the blocks of the state before it and after it. None: a state of zeros.
 
@@ -74,7 +74,7 @@ class InTurn(Lasp2):
             if source is None and to is not None and passed:
                 sending.append(self.mesh.send(AXIS, passed, to))
             if not ends:
-                afters.append(segment.advance(arrived[-1], added, through) if arrived else added)  # add
+                afters.append(segment.advance(arrived[-1], added, factor) if arrived else added)  # add
         if to is not None:
             sending.append(self.mesh.send(AXIS, afters[-1:], to))
         for message in sending:
