@@ -141,7 +141,7 @@ def test_a_rank_with_other_settings_is_named(name: str, when: int, other: int) -
         assert f"{name.split(',')[0]} ({rest} and rank {other} disagree)" in text, text
 
 
-BOUNDS = {"cu_seqlens": torch.tensor([4])}
+BOUNDS = {"cu_seqlens": torch.tensor([4, 32])}
 REFUSED: Mapping[str, tuple[Callable[..., None], dict[str, Any], str]] = {
     "bounds": (softmax, BOUNDS, "cu_seqlens must increase from 0 to the 32 tokens"),
     "bounds of no document": (softmax, {"cu_seqlens": torch.tensor([], dtype=torch.int64)}, "must increase"),

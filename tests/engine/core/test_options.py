@@ -39,7 +39,12 @@ UNMASKED = Problem(size=24, heads=8, kv_heads=8, causal=False)
         ("ring", 8, {"grid": (2, 4)}, "--cp-grid 2x4 has no effect with --cp-provider ring: .* use attention2d"),
         ("attention2d", 8, {"backward": "q"}, "--cp-backward q has no effect with .*attention2d.* use burst"),
         ("all_gather", 8, {"intra_size": 2}, "--cp-intra-size 2 has no effect .* use burst or double_ring"),
-        ("attention2d", 8, {"head_parallel": 2, "grid": (4, 2)}, "not hold 4 .*--cp-head-parallel 2 leaves that many"),
+        (
+            "attention2d",
+            8,
+            {"head_parallel": 2, "grid": (4, 2)},
+            "does not hold 4 .*--cp-head-parallel 2 leaves that many",
+        ),
         ("usp", 8, {}, "usp cannot split 1 query and 1 key/value heads across any subset of 8"),
         ("nothing", 8, {}, "--cp-provider nothing: choose one of"),
         ("striped", 8, {"layout": "zigzag"}, "does not run on the zigzag layout"),
@@ -50,7 +55,7 @@ UNMASKED = Problem(size=24, heads=8, kv_heads=8, causal=False)
             "ulysses",
             4,
             {"gradient_dtype": "model"},
-            "-dtype model has no effect with .*ulysses: leave it .* all_gather,",
+            "--cp-gradient-dtype model has no effect with --cp-provider ulysses: leave it out, or use all_gather, at",
         ),
         ("ring", 4, {"gradient_dtype": "bfloat16"}, "^--cp-gradient-dtype bfloat16: write float32, model, or auto$"),
     ],
@@ -170,7 +175,10 @@ def fresh_registry() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("from cp_plugin.engine.methods.ring import STRIPED as THIRD", "two context-.* providers are called 'striped'"),
+        (
+            "from cp_plugin.engine.methods.ring import STRIPED as THIRD",
+            "two context-parallel providers are called 'striped'",
+        ),
         ("THIRD = 'a ring'", "'third'.* is not a cp_plugin Provider"),
     ],
 )

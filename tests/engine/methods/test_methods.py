@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from linear_cases import LinearCase
+from linear_cases import run_on_shards as run_linear_on_shards
 from method_cases import METHODS, SETTINGS, predict
 from nightly import nightly, pairs_at_night
 from oracle import Case, Result, assert_close, errors, no_sums_in_half
 from thread_ranks import run, run_on_shards, run_on_threads, typical
+from torch import Tensor
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.engine.attention.calls import Setup, settled
+from cp_plugin.engine.comm import Mesh, run_threads
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.methods.protocol import Formula
 from cp_plugin.testing.launch import run_ranks
@@ -168,3 +172,28 @@ def run_processes(provider: str, size: int, problems: list[Case], **options: Any
         for (_, setup, _), (_, sent) in zip(planned, results, strict=True):
             assert sent == predict(setup)[index] == trace(setup, index), (provider, options, index)
     return [max(error for error, _ in of_problem) for of_problem in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("provider", "dtype"),
+    [
+        *((name, torch.float32) for kind in ("softmax", "linear") for name in providers.names(kind)),
+        *(pytest.param(name, torch.bfloat16, marks=nightly) for name in providers.names()),
+    ],
+)
+def test_two_runs_give_the_same_bits(provider: str, dtype: torch.dtype) -> None:
+    """In every method on each of its layouts, whatever the order in which ranks run."""
+    chosen = providers.get(provider)
+    case = Case(seq_length=128, heads=8, kv_heads=4, causal=True, dtype=dtype)
+
+    def linear(mesh: Mesh) -> list[Tensor]:
+        return run_linear_on_shards(ContextParallel(provider, mesh=mesh, layout=layout), LinearCase(), torch.float32)
+
+    def run() -> list[list[Tensor]]:
+        if chosen.kind == "linear":
+            return run_threads(linear, chosen.axes(4, Options()))
+        return [list(result[:4]) for result in run_on_threads(provider, 4, case, layout=layout)]
+
+    for layout in chosen.layouts:
+        for one, other in zip(run(), run(), strict=True):
+            assert all(map(torch.equal, one, other)), layout

@@ -29,7 +29,6 @@ def parameters(library: str, version: str) -> tuple[str, str]:
 
 
 FA2 = parameters("flash-attn 2", "2.8.3")
-FA3_2_7 = parameters("flash-attn 3", "2.7.4.post1")
 FA3_2_8 = parameters("flash-attn 3", "2.8.3")
 FA3_LATER = parameters("flash-attn 3", "of August 2026")
 FA4 = parameters("flash-attn 4", "4.0.0b36")

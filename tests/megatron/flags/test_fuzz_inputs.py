@@ -202,7 +202,12 @@ def test_lines_are_right_or_refused_in_one(kind: str, _cpu_megatron: None) -> No
 REFUSING = Mock(side_effect=ValueError("no"))
 PLANTED: list[tuple[str, Any, str, str]] = [
     ("tools.traffic.price", lambda *_: 1 / 0, "traffic", "ZeroDivisionError"),
-    ("tools.tables.asdict", lambda _: {"size": 4, "heads": 7}, "traffic --provider=ring --json --heads=8", "read as 7"),
+    (
+        "tools.tables.asdict",
+        lambda _: {"size": 4, "heads": 7},
+        "traffic --provider=ring --json --heads=8",
+        "heads was read as 7",
+    ),
     ("engine.core.problem.Problem.__post_init__", REFUSING, "traffic --heads=8", "no name: error: no"),
     (
         "megatron.flags.option_flags.shown",

@@ -201,7 +201,7 @@ QUADRATIC = 3 * 2 * 4 * 16 * SQUARES  # forward and backward of a causal layer, 
 def test_the_count_of_operations(
     validated: Callable[..., argparse.Namespace], flags: str, linear_layers: int, per_token: int
 ) -> None:
-    """Megatron's with the plugin's, against a count by hand."""
+    """Of Megatron as the plugin changes it, against a count by hand."""
     from megatron.training import training
 
     args = validated(f"--context-parallel-size 4 --cp-linear-attention {flags}")

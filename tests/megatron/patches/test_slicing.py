@@ -52,7 +52,14 @@ def _plain(batch, cp_group=None):
     """Parameters of the first ``get_batch_on_this_cp_rank``."""
 
 
-def _newest(batch, is_hybrid_cp, cp_group=None, hybrid_cp_group_func=None, use_contiguous_cp=False):
+def _newest(
+    batch,
+    is_hybrid_cp,
+    cp_group=None,
+    hybrid_cp_group_func=None,
+    use_per_sequence_balancing=False,
+    use_contiguous_cp=False,
+):
     """Those with Megatron's layout manager."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fault_rows import Fault, Plant, instead, planted, ranks_of, replace_slicer, rows
-from feature_faults import FEATURES, OUT, STEP, STRIPED, attend_in
+from feature_faults import ATTENTION, FEATURES, OUT, STEP, STRIPED, attend_in
 from torch import Tensor
 from training import SHORT, compare, stock, train
 
@@ -37,7 +37,6 @@ BATCH = "cp_plugin.megatron.patches.batch:slice_batch"
 ROPE = "megatron.core.models.common.embeddings.rotary_pos_embedding:get_pos_emb_on_this_cp_rank"
 OF_PACKS = "cp_plugin.megatron.micro_batch:Documents.offset_of"
 YARN_ROPE = ROPE.replace("rotary", "yarn_rotary", 1)
-ATTENTION = "cp_plugin.engine.attention.api:ContextParallel"
 MESH = "cp_plugin.engine.comm:GroupMesh"
 
 
