@@ -20,7 +20,7 @@ PROMISING = 4
 
 
 class Exchange(NamedTuple):
-    """Equally many tokens given by each of two ranks."""
+    """Equally many tokens sent by each of two ranks."""
 
     rank: int
     other: int
@@ -143,11 +143,11 @@ def _promising(ranks: Ranks, traffic: Ints, limit: int) -> Iterator[Exchange]:
     ends = np.zeros((len(traffic), 1 + max(own.document.max(), theirs.document.max())), np.int64)
     for of in (own, theirs):  # 0: holds nothing of the document
         np.maximum.at(ends, (of.rank, of.document), of.stop)
-    of_mine, of_theirs = ends[:, own.document], ends[:, theirs.document]
-    wanted = _wanted(of_mine, own_first, n) - _wanted(of_theirs[:, None], their_first, n)
+    of_own, of_theirs = ends[:, own.document], ends[:, theirs.document]
+    wanted = _wanted(of_own, own_first, n) - _wanted(of_theirs[:, None], their_first, n)
     most = np.maximum(sent[rank] - wanted, sent[theirs.rank] + wanted)
     need = received[rank] + own.keys_without(n) + _added_keys(of_theirs[rank], their_first, n)
-    others = received[theirs.rank] + theirs.keys_without(n) + _added_keys(of_mine[theirs.rank, :, 0].T, own_first, n)
+    others = received[theirs.rank] + theirs.keys_without(n) + _added_keys(of_own[theirs.rank, :, 0].T, own_first, n)
     most = np.maximum(most, np.maximum(need, others))
     allowed &= most < now * 5 // 4
     order = most[allowed].argsort(kind="stable")[:PROMISING]
