@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ _FRAMES = 20  # handed to a link in one piece, at most
 _FREE = 10**11  # bits per second: no limit in practice
 
 
+@functools.cache
 def missing() -> str | None:
     """What this machine lacks for a virtual cluster, as a sentence, or None."""
     if os.geteuid() != 0:

@@ -130,7 +130,7 @@ def run_step(module: ModuleType, name: str) -> None:
     stand_ins: dict[str, Any] = {
         "first_words": lambda *_: (None, {"reason": "ranks are threads"}),
         **dict.fromkeys(("compute_answers", "start"), lambda *_: None),
-        "compare": lambda *arguments: (module.call(*arguments), (True, {}))[1],
+        "compare_to_answer": lambda *arguments: (module.call(*arguments), (True, {}))[1],
         "errors": ranks_of,
         "RACE_S": 0.01,
     }

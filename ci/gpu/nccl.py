@@ -92,7 +92,7 @@ def nccl(step: Step) -> None:
             title = f"ranks as threads, not over {step.library}"
             for run in (run for tier in tiers for run in tier if run in whole):
                 name = f"{run.groups.name}: {run}"
-                step.attempt(title, name, partial(call_on_threads, run, compare), run.parts)
+                step.attempt(title, name, partial(call_on_threads, run, compare_to_answer), run.parts)
 
 
 def check_on_groups(step: Step, tiers: list[list[Run]], world: int, warming: BaseProcess | None) -> None:
@@ -215,11 +215,11 @@ def compare_on_rank(run: Run) -> Verdict:
         return None, {"reason": reason}
     groups = [dist.new_group(ranks) for ranks in run.groups.ranks]
     own = next(group for group, ranks in zip(groups, run.groups.ranks, strict=True) if dist.get_rank() in ranks)
-    return compare(run.setup, ContextParallel(run.setup, group=own), device())
+    return compare_to_answer(run.setup, ContextParallel(run.setup, group=own), device())
 
 
 def call_on_threads[T](run: Run, each: Callable[[Setup, ContextParallel, torch.device], T]) -> T:
-    """``compare`` or ``call`` on rank threads."""
+    """``compare_to_answer`` or ``call`` on rank threads."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if reason := cannot(run.setup, device):
         raise NotRun(reason)
@@ -236,7 +236,7 @@ def call(setup: Setup, cp: ContextParallel, device: torch.device) -> tuple[Tenso
     return tuple(cp.unshard(x) for x in calls.call_through_autograd(cp, inputs, setup.problem))
 
 
-def compare(setup: Setup, cp: ContextParallel, device: torch.device) -> Verdict:
+def compare_to_answer(setup: Setup, cp: ContextParallel, device: torch.device) -> Verdict:
     """A rank's call against the answer of one device."""
     case = answer(replace(setup.problem, size=1), setup.provider.kind)
     errors = relative_errors(call(setup, cp, device), case.want, tensors(case.problem))

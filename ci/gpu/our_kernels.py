@@ -170,14 +170,14 @@ def fused() -> Iterator[Row]:
     device, shape = (torch.device("cuda"), (1000, 2, 4, 128)) if torch.cuda.is_available() else (_CPU, (12, 2, 4, 16))
     for dtype, name in product((torch.bfloat16, torch.float16, torch.float32), operations.OPERATIONS):
         x = operations.Operands.random(shape, dtype).each(lambda y: y.to(device))
-        ok, detail = judge(partial(compare, name, x))
+        ok, detail = judge(partial(compare_operation, name, x))
         yield FUSED, f"{name}, {dtype_name(dtype)}", ok, {"of": (f"kernel {name.split()[0]}",)} | detail
     for fp8, stored in ((False, "in bfloat16"), (True, "in one byte an element")):
         ok, detail = judge(partial(decode, device, shape[0], shape[3], fp8=fp8))
         yield FUSED, f"decode, {stored}", ok, {"of": ("kernel decode",)} | detail
 
 
-def compare(name: str, x: operations.Operands) -> Verdict:
+def compare_operation(name: str, x: operations.Operands) -> Verdict:
     """Sums with plain torch in float64, by norms; all else with plain torch bit for bit."""
     call, sums = operations.OPERATIONS[name], name in operations.SUMS
     got = operations.run(lambda: call(x), kernels=True)

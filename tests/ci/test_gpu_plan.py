@@ -241,12 +241,12 @@ def test_ranks_are_threads_where_nccl_does_not_share_a_gpu(
     """Every provider once, then the rest; the page says why, and what is wrong is wrong."""
     workers, nccl = script("ci/gpu/workers"), script("ci/gpu/nccl")
     monkeypatch.setattr(workers, "once_on_ranks", lambda *_, **__: (False, {"failure": "Duplicate GPU detected"}))
-    compare = nccl.compare
+    compare = nccl.compare_to_answer
 
     def compare_wrong_ring(setup: Setup, *rest: Any) -> object:
         return (False, {"failure": "planted"}) if setup.provider.name == "ring" else compare(setup, *rest)
 
-    monkeypatch.setattr(nccl, "compare", compare_wrong_ring)
+    monkeypatch.setattr(nccl, "compare_to_answer", compare_wrong_ring)
     on_one_gpu = nccl.Step("nccl", tmp_path, smoke=True)
     on_one_gpu.devices = 1
     assert on_one_gpu.run(nccl.nccl) == 1

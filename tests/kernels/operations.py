@@ -67,6 +67,13 @@ class Operands(NamedTuple):
         order = torch.randperm(len(self.numbers[0]), generator=torch.Generator().manual_seed(0))
         return order.to(self.numbers[0].device)
 
+    @property
+    def uneven(self) -> list[Tensor]:
+        """The first, in whose rows numbers are up to 2^24 times as large as in others, and one head of the second."""
+        powers = torch.linspace(-12, 12, self.numbers[0][..., 0].numel()).round().view(self.numbers[0].shape[:3])
+        sizes = torch.exp2(powers.roll(7)).to(self.numbers[0])
+        return [self.numbers[0] * sizes.unsqueeze(-1), self.numbers[1][:, :, :1].contiguous()]
+
     def scale(self, scale: float) -> Tensor:
         return torch.tensor(scale, device=self.numbers[0].device)
 
@@ -75,6 +82,13 @@ class Operands(NamedTuple):
         """Of each tensor in three parts of a message."""
         s = len(self.numbers[0])
         return [(s // 2, 0, s - s // 2)] * 3
+
+    @property
+    def few(self) -> list[tuple[int, int, int, int]]:
+        """Of two tensors in four parts: many rows, none, a few, and the rest."""
+        s = len(self.numbers[0])
+        few = min(3, s - s // 2)
+        return [(s // 2, 0, few, s - s // 2 - few)] * 2
 
 
 def merge_in_place(x: Operands) -> tuple[Tensor, Tensor]:
@@ -90,6 +104,11 @@ def merge_in_place(x: Operands) -> tuple[Tensor, Tensor]:
 def unpack_message(x: Operands) -> object:
     shape, dtype = tuple(x.numbers[0].shape[1:]), x.numbers[0].dtype
     return fused.unpack_message(payload.pack_message(x.numbers, x.rows, 2), [shape] * 3, [dtype] * 3, x.rows, 2)
+
+
+def unpack_uneven(x: Operands) -> object:
+    shapes, dtypes = [tuple(y.shape[1:]) for y in x.uneven], [x.numbers[0].dtype] * 2
+    return fused.unpack_message(payload.pack_message(x.uneven, x.few, 64), shapes, dtypes, x.few, 64)
 
 
 OPERATIONS: dict[str, Callable[[Operands], object]] = {
@@ -111,6 +130,12 @@ OPERATIONS: dict[str, Callable[[Operands], object]] = {
     "unpack": lambda x: fused.unpack(*payload.pack(x.numbers[0], 2), 2, x.numbers[0].dtype),
     "pack_message": lambda x: fused.pack_message(x.numbers, x.rows, 2),
     "unpack_message": unpack_message,
+    "gather_rows of bytes": lambda x: fused.gather_rows((x.numbers[0].contiguous().view(torch.uint8),), x.order),
+    "scatter_rows of bytes": lambda x: fused.scatter_rows((x.numbers[0].contiguous().view(torch.uint8),), x.order),
+    "pack of uneven sizes": lambda x: fused.pack(x.uneven[0], 4),
+    "unpack of uneven sizes": lambda x: fused.unpack(*payload.pack(x.uneven[0], 64), 64, x.numbers[0].dtype),
+    "pack_message of uneven parts": lambda x: fused.pack_message(x.uneven, x.few, 64),
+    "unpack_message of uneven parts": unpack_uneven,
     "extents": lambda x: fused.extents(x.numbers),
     "quantize": lambda x: fused.quantize(x.numbers[0], x.scale(8.0), torch.float8_e4m3fn),
     "quantize e5m2": lambda x: fused.quantize(x.numbers[0], x.scale(0.25), torch.float8_e5m2),
