@@ -120,7 +120,8 @@ def padded(cp: ContextParallel, seq_length: int) -> int:
 def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of all ranks' tensors, without a gradient. Collective over the group."""
     x = x.detach().clone()
-    dist.all_reduce(x, group=group)
+    if group.size() > 1:  # NCCL would connect a group of one
+        dist.all_reduce(x, group=group)
     return x
 
 

@@ -6,7 +6,7 @@ computed in chunks, so that long sequences need no gigabytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ def make_case(problem: Problem, kind: Kind = "softmax") -> Case:
 def answer(inputs: Inputs, problem: Problem, kind: Kind = "softmax") -> tuple[Tensor, ...]:
     """The right answer, ``tensors``, for whole sequences; on their device."""
     if kind == "softmax":
-        return softmax_reference(*inputs[:4], hidden_keys(problem).to(inputs.q.device))
+        return softmax_reference(*inputs[:4], lambda rows: hidden_keys(problem, rows, inputs.q.device))
     documents = [
         linear_reference(Inputs(*(y if y is None or y.dim() == 1 else y[start:end] for y in inputs)), problem)
         for start, end in pairwise(problem.bounds or (0, problem.seq_length))
@@ -73,13 +73,13 @@ def tensors(problem: Problem) -> tuple[str, ...]:
     return (*TENSORS, *decay, *(("dbeta",) if problem.delta else ()))
 
 
-def hidden_keys(problem: Problem) -> Tensor:
-    """Return True for keys that a query does not see, by mask, window and documents: bool ``[s, s]``."""
-    position = torch.arange(problem.seq_length)
-    hidden = not_seen(position, position, problem.causal, problem.window)
+def hidden_keys(problem: Problem, rows: slice, device: torch.device) -> Tensor:
+    """Return True for keys that these queries do not see, by mask, window and documents: bool ``[rows, s]``."""
+    position = torch.arange(problem.seq_length, device=device)
+    hidden = not_seen(position[rows], position, problem.causal, problem.window)
     for start, end in pairwise(problem.bounds):
         inside = (position >= start) & (position < end)
-        hidden |= inside.unsqueeze(1) != inside
+        hidden |= inside[rows].unsqueeze(1) != inside
     return hidden
 
 
@@ -100,7 +100,7 @@ def softmax_reference(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    hidden: Tensor,
+    hidden: Callable[[slice], Tensor],
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -110,7 +110,7 @@ def softmax_reference(
 
     Args:
         q, k, v, dout: the whole sequence; shapes as in ``engine.methods.protocol``.
-        hidden: bool ``[s, s]``: keys (columns) that queries (rows) do not see.
+        hidden: queries -> the keys that they do not see: bool ``[queries, s]``.
         scale: of the scores; default: 1 / sqrt(d).
         softcap: cap c of the scaled scores s, which become ``c * tanh(s / c)``.
         sink: ``[h]``: a score per query head that takes part in the softmax and has no value.
@@ -127,14 +127,16 @@ def softmax_reference(
     return torch.cat(out, 2), torch.cat(dq, 2), torch.stack(dk, 2), torch.stack(dv, 2)
 
 
-def _differentiate(hidden: Tensor, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **scores: Any) -> list[Tensor]:
+def _differentiate(
+    hidden: Callable[[slice], Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **scores: Any
+) -> list[Tensor]:
     """out and dq ``[s, b, h, ...]``, dk and dv ``[s, b, ...]`` of the query heads that share one key/value head."""
     outs, dqs, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
     size = max(1, ELEMENTS // (k.size(0) * q.size(1) * q.size(2)))
     for rows in (slice(first, first + size) for first in range(0, q.size(0), size)):
         with torch.enable_grad():
             leaves = [x.requires_grad_() for x in (q[rows].detach(), k.detach(), v.detach())]
-            out = _attend(*leaves, hidden[rows], **scores)
+            out = _attend(*leaves, hidden(rows), **scores)
             grads = torch.autograd.grad(out, leaves, dout[rows])
         outs.append(out.detach())
         dqs.append(grads[0])

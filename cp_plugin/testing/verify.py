@@ -19,11 +19,10 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from cp_plugin.engine.attention import calls
 from cp_plugin.engine.attention.api import ContextParallel
-from cp_plugin.engine.attention.calls import Inputs, Setup, options_of, settled_or_reason, setups
+from cp_plugin.engine.attention.calls import Setup, options_of, settled_or_reason, setups
 from cp_plugin.engine.comm import Mesh, run_threads
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Decay, Problem
@@ -162,8 +161,15 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
     problem = case.problem
     if problem.dtype in LIMITS:
         return dict.fromkeys(tensors(problem), LIMITS[problem.dtype])
-    rounded = fp8.four_bits if setup is not None and setup.options.fp8 is not None else torch.clone
-    got = compute_alone(setup, case.inputs, problem, device, rounded, rounded)
+    options = Options() if setup is None else setup.options
+    if setup is not None and setup.provider.kind == "linear":
+        alone = ContextParallel(setup.provider, group=None, backend=options.backend)
+        got = calls.call_through_autograd(alone, case.inputs.sharded(alone, device), replace(problem, size=1))
+    else:
+        sent = fp8.four_bits if options.fp8 is not None else torch.clone
+        kernel = blocks.choose(options, problem, device).kernel
+        inputs = tuple(sent(x.to(device)) for x in case.inputs[:4])
+        got = tuple(map(sent, calls.call_kernel(kernel, inputs, problem.mask(), sent)))
     rounding = 0.0
     if setup is not None and setup.options.gradient_dtype == "model":
         # half an epsilon for each rank's part of a gradient; they are independent, so their sum grows with the root
@@ -173,31 +179,6 @@ def limits(setup: Setup | None, case: Case, device: torch.device) -> dict[str, f
     if "dlog_decay" in allowed:  # never in half precision
         allowed["dlog_decay"] = LIMITS[torch.float32]
     return allowed
-
-
-def compute_alone(
-    setup: Setup | None,
-    inputs: Inputs,
-    problem: Problem,
-    device: torch.device,
-    sent: Callable[[Tensor], Tensor],
-    kept: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, ...]:
-    """What one device computes of whole sequences: one kernel call in each direction, or linear attention.
-
-    Args:
-        setup: as for ``limits``.
-        sent: applied to queries, gradients and results of softmax attention.
-        kept: applied to its keys and values.
-    """
-    options = Options() if setup is None else setup.options
-    if setup is not None and setup.provider.kind == "linear":
-        alone = ContextParallel(setup.provider, group=None, backend=options.backend)
-        return calls.call_through_autograd(alone, inputs.sharded(alone, device), replace(problem, size=1))
-    q, k, v, dout = (x.to(device) for x in inputs[:4])
-    kernel = blocks.choose(options, problem, device).kernel
-    x = (sent(q), kept(k), kept(v), sent(dout))
-    return tuple(map(sent, calls.call_kernel(kernel, x, problem.mask(), sent)))
 
 
 def _unchosen_options(provider: Provider) -> list[Options]:

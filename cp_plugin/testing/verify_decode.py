@@ -10,7 +10,7 @@ passes a state on (``ContextParallel.extend_linear``) and sends nothing in decod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -22,9 +22,13 @@ from torch import Tensor
 from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.attention.calls import Inputs, Setup
 from cp_plugin.engine.comm import ThreadMesh
+from cp_plugin.engine.core.block import Block, Scores
+from cp_plugin.engine.core.mask import CAUSAL
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Problem
+from cp_plugin.engine.core.values import KeyValues, Queries
 from cp_plugin.engine.inference import Session, slots_for, tree
+from cp_plugin.engine.kernels import blocks
 from cp_plugin.engine.linear import rules
 from cp_plugin.engine.linear.tokens import tokens_of
 from cp_plugin.engine.methods import fp8
@@ -176,12 +180,30 @@ def _limits(setup: Setup, case: Texts, device: torch.device) -> tuple[float, flo
     if setup.problem.dtype in LIMITS:
         return (LIMITS[setup.problem.dtype],) * 2
     rounded = fp8.four_bits if setup.options.fp8 is not None else torch.clone
-    alone = (
-        [training.compute_alone(setup, text, setup.problem, device, sent, rounded)[0] for text in case.texts()]
-        for sent in (rounded, torch.clone)
-    )
+    alone = ([_alone(setup, text, device, sent, rounded) for text in case.texts()] for sent in (rounded, torch.clone))
     (prompt_error, _), (_, decoded_error) = (_distances(case, texts) for texts in alone)
     return HALF_FACTOR * prompt_error, HALF_FACTOR * decoded_error
+
+
+def _alone(
+    setup: Setup, text: Inputs, device: torch.device, sent: Callable[[Tensor], Tensor], kept: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Compute a text on one device, forward only: by one kernel call, or by linear attention as in training.
+
+    Args:
+        sent: applied to queries and outputs of softmax attention.
+        kept: applied to its keys and values.
+    """
+    q, k, v, _, decay, beta = (None if y is None else y.to(device) for y in text)
+    if setup.provider.kind == "linear":
+        with torch.no_grad():
+            cp = ContextParallel(setup.provider, group=None, backend=setup.options.backend)
+            return cp.linear_attention(q, k, v, decay, beta=beta)
+    kernel, whole = blocks.choose(setup.options, setup.problem, device).kernel, (range(q.size(0)),)
+    block = Block(whole, whole, CAUSAL, Scores.from_call(q))
+    part = kernel.forward(Queries(sent(q)), KeyValues(kept(k), kept(v)), block)
+    assert part is not None, "it finds the block empty"
+    return sent(part.out.to(q.dtype))
 
 
 def _measure(setup: Setup, cp: ContextParallel, case: Texts, device: torch.device) -> Report:

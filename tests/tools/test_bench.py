@@ -45,7 +45,7 @@ def every_mask(problem: Problem = _PROBLEM) -> list[Problem]:
 @pytest.mark.parametrize("problem", every_mask(), ids=mask_name)
 def test_visible_pairs_and_the_share_of_the_ideal(problem: Problem) -> None:
     """A part of the heads on the whole sequence, one at least, whatever they divide by."""
-    assert pairs(problem) == (~oracle.hidden_keys(problem)).sum()
+    assert pairs(problem) == (~oracle.hidden_keys(problem, slice(None), torch.device("cpu"))).sum()
     for heads, kv_heads, part, groups in ((8, 4, 2, 1), (6, 2, 1, 1), (24, 12, 6, 3), (2, 1, 1, 1)):
         made = contestants.share(replace(problem, heads=heads, kv_heads=kv_heads), None, torch.device("cpu"))
         out, dq, dk, _ = made.step()

@@ -23,7 +23,6 @@ from cp_plugin.megatron.patches.patching import Call, Run, wraps
 from cp_plugin.megatron.rules.cuda_graphs import captures_experts
 from cp_plugin.megatron.rules.experts import balancing
 from cp_plugin.megatron.rules.rule import nonzero
-from cp_plugin.megatron.runtime import sum_ranks
 
 
 def _needed(run: Run) -> bool:
@@ -63,7 +62,7 @@ def replace_router_forward(call: Call) -> Any:
         return call.original(padding_mask=padding)
     own = torch.full((), prod(tokens), device=call["input"].device) if padding is None else (~padding).sum()
     own = own.float()
-    weight = own * router.tp_cp_group.size() / sum_ranks(own, router.tp_cp_group).clamp(min=1)
+    weight = own * router.tp_cp_group.size() / runtime.sum_ranks(own, router.tp_cp_group).clamp(min=1)
     before = 0 if (logged := compat.logged_of_experts("z_loss")) is None else logged.clone()
     scaled = coefficient if config.calculate_per_token_loss else coefficient * weight  # or else it is a sum already
     with patching.lent(config, moe_z_loss_coeff=scaled):

@@ -27,7 +27,6 @@ from cp_plugin.engine.core.layout import Layout
 from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
-from cp_plugin.megatron.runtime import sum_ranks
 from cp_plugin.megatron.selfcheck.readings import named_parameters, projections
 from cp_plugin.megatron.state import STATE
 
@@ -156,8 +155,8 @@ def _expected(reports: Any) -> dict[str, tuple[float, float]]:
         rows = [report[key] for report in reports]
         if all(isinstance(row, Tensor) and row.numel() == 2 for row in rows):
             part = torch.stack([row.detach().double().flatten() for row in rows]).sum(0)
-            whole = sum_ranks(part, parallel_state.get_data_parallel_group(with_context_parallel=True))
-            own = sum_ranks(part, parallel_state.get_data_parallel_group())
+            whole = runtime.sum_ranks(part, parallel_state.get_data_parallel_group(with_context_parallel=True))
+            own = runtime.sum_ranks(part, parallel_state.get_data_parallel_group())
             losses[key] = (float(whole[0] / whole[1]), float(own[0] / own[1].clamp(min=1)))
     return losses
 

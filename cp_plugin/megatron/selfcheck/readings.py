@@ -215,7 +215,8 @@ def reduced_ones(chunks: Sequence[Any], optimizer: Any, finalize: Callable[[], A
     embedding = parallel_state.get_embedding_group(check_initialized=False)
     everyone = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     of_expert = sum_ranks(x, parallel_state.get_expert_data_parallel_group()) / everyone
-    dense = [x, sum_ranks(x, tensor), sum_ranks(x, tensor) / tensor.size()]
+    over_tensor = sum_ranks(x, tensor)
+    dense = [x, over_tensor, over_tensor / tensor.size()]
     if embedding not in (None, dist.GroupMember.NON_GROUP_MEMBER):
         dense += [sum_ranks(one, embedding) for one in dense]
     right = {True: [of_expert, sum_ranks(of_expert, tensor)], False: dense}

@@ -351,7 +351,7 @@ def read_otherwise(module: CoreAttention, device: torch.device) -> list[str]:
     at, causal = torch.arange(_TOKENS, device=device), module.attn_mask_type == AttnMaskType.causal
     want, *_ = oracle.softmax_reference(
         *(q, k, v, torch.zeros_like(q)),
-        not_seen(at, at, causal, module.window),
+        lambda rows: not_seen(at[rows], at, causal, module.window),
         scale=module.softmax_scale,
         softcap=module.softcap,
         sink=module.softmax_offset,

@@ -41,7 +41,6 @@ from cp_plugin.megatron.mixers import fp8_scaling, gated_delta_net
 from cp_plugin.megatron.mixers.core_attention import CoreAttention
 from cp_plugin.megatron.patches import patching, rope
 from cp_plugin.megatron.patches.patching import Call, Run, wraps
-from cp_plugin.megatron.runtime import sum_ranks
 from cp_plugin.megatron.selfcheck import first_step, readings, recheck, tiny_batch
 from cp_plugin.megatron.selfcheck.first_step import StepError, layout_of_run
 from cp_plugin.megatron.selfcheck.one_rank import OneRank
@@ -255,7 +254,7 @@ class _Step:
             values |= readings.saved_buffers(self.chunks)
             if scores:
                 group = parallel_state.get_tensor_and_context_parallel_group()
-                values["the scores of experts"] = float(sum_ranks(torch.stack(scores).sum(), group))
+                values["the scores of experts"] = float(runtime.sum_ranks(torch.stack(scores).sum(), group))
             return readings.Result(readings.projections(readings.gradients(self.optimizer)), values)
 
     def _experts_fixed(self) -> AbstractContextManager[list[Tensor]]:

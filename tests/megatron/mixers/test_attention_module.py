@@ -52,7 +52,7 @@ def test_the_mask_of_a_call_and_the_scale_and_softmax_of_a_layer(ring: None) -> 
     out = module(q, k, v, None, attn_mask_type=AttnMaskType.no_mask, attention_bias=None, packed_seq_params=None)
     assert out.shape == (12, 2, 64)
     grads = torch.autograd.grad(out, (q, k, v), dout.flatten(2))
-    want = softmax_reference(q, k, v, dout, case.hidden(), scale=0.3, sink=torch.zeros(4))
+    want = softmax_reference(q, k, v, dout, case.hidden().__getitem__, scale=0.3, sink=torch.zeros(4))
     assert_close(Result(out.detach().view(12, 2, 4, 16), *grads), Result(*want), 1e-5, "off-by-one")
 
 
