@@ -33,10 +33,9 @@ class Plant:
     do: str
     """A key of ``ACTIONS``, with an argument after a colon: ``sleep:5``."""
     at: str = "forward"
-    """A key of ``_PLACES`` (forward and backward: inside a message of attention), ``start``, ``call`` or
-    ``saving:SECONDS``."""
+    """A key of ``_PLACES`` (forward and backward: inside a message of attention), ``start`` or ``saving:SECONDS``."""
     step: int = 3
-    """Training step; at ``call`` the number of the attention call in this process, less the self-check's."""
+    """Training step."""
     once: str = ""
     """A file: the fault happens only if it does not exist, and creates it first."""
 
@@ -62,8 +61,6 @@ def plant(planted: Plant, mark: Path) -> None:
     place, _, delay = planted.at.partition(":")
     if delay:
         _hook_saving(float(delay), planted.step, happen)
-    elif place == "call":
-        _hook_call(planted.step, happen)
     elif place == "start":
         happen()
     else:
@@ -110,12 +107,6 @@ def _nan(_: str, model: Any = None) -> None:
         next(p for p in chunk.parameters() if p.requires_grad).main_grad.fill_(float("nan"))
 
 
-def _flip(bit: str, received: Tensors, *_: Any) -> None:
-    import torch
-
-    received[0].view(torch.int32).view(-1)[0] ^= 1 << int(bit)
-
-
 def _previous_keys(_: str, received: Tensors, before: Tensors, number: int, *, of_call: bool) -> None:
     """Receive the previous message again: the last one of the previous call, or one of the same call."""
     if (number == 0) == of_call:
@@ -123,25 +114,8 @@ def _previous_keys(_: str, received: Tensors, before: Tensors, number: int, *, o
             t.copy_(other)
 
 
-def _average(*_: Any) -> None:
-    import torch
-
-    from cp_plugin.engine.kernels import fused
-
-    fused._weight = lambda part, whole: torch.full_like(part, 0.5).unsqueeze(-1)
-
-
-def _mask(_: str, batch: dict[str, Any]) -> None:
-    batch["loss_mask"] = batch["loss_mask"].clone()
-    batch["loss_mask"][:, 1::2] = 0
-
-
 def _scale(factor: str, call: dict[str, Any]) -> None:
     call["scale"] = float(factor) * (call["scale"] or call["q"].size(-1) ** -0.5)
-
-
-def _sink(score: str, call: dict[str, Any]) -> None:
-    call["sink"] = call["q"].new_full((call["q"].size(2),), float(score))
 
 
 def _changed(change: Callable[[Any], Any]) -> Callable[..., None]:
@@ -167,16 +141,11 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "environment": lambda words, *rest: os.environ.update(word.split("=", 1) for word in words.split()),
     "replace": _replace_in_module,
     "nothing": lambda _, *rest: None,
-    "flip": _flip,
     "stale": functools.partial(_previous_keys, of_call=True),
     "late": functools.partial(_previous_keys, of_call=False),
-    "average": _average,
     "roll": _changed(lambda x: x.roll(1, 1)),
-    "mask": _mask,
     "turn": lambda by, angles: angles.update(freqs=angles["freqs"].roll(int(by), 0)),
     "scale": _scale,
-    "window": lambda tokens, call: call.update(window=(int(tokens), 0)),
-    "sink": _sink,
     "smaller": _changed(lambda x: 0.98 * x),
     "flipped": _changed(lambda x: x.flip(0)),
     "lost": _changed(lambda x: x * 0),
@@ -290,26 +259,6 @@ def _finalize(happen: Happen, finalize: Callable[..., Any], model: Any, *args: A
     return finalize(model, *args, **named)
 
 
-def _hook_call(number: int, happen: Happen) -> None:
-    """In that call of softmax attention, less those of the tiny step; the merge weight is restored afterwards."""
-    from cp_plugin.engine.kernels import fused
-    from cp_plugin.megatron.state import STATE
-
-    weight, count = fused._weight, 0
-
-    def attention(attend: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        nonlocal count
-        count += not STATE.trial
-        if count == number:
-            happen()
-        try:
-            return attend(*args, **named)
-        finally:
-            fused._weight = weight
-
-    wrap(f"{_CP}.attention", attention)
-
-
 def _hook_saving(delay: float, step: int, happen: Happen) -> None:
     """``delay`` seconds into the save of the step; if it had ended, at 0.7 times the delay of the next, and so on."""
     wait = delay
@@ -328,7 +277,7 @@ def _hook_saving(delay: float, step: int, happen: Happen) -> None:
     wrap("megatron.training.training:save_checkpoint", save_checkpoint)
 
 
-_CP, _MESH = "cp_plugin.engine.attention.api:ContextParallel", "cp_plugin.engine.comm:GroupMesh"
+_MESH = "cp_plugin.engine.comm:GroupMesh"
 _HALO = "cp_plugin.engine.attention.convolution:_sent"
 _PLACES: dict[str, tuple[Any, ...]] = {
     "join": (_begin, "torch.distributed:init_process_group"),
@@ -343,7 +292,7 @@ _PLACES: dict[str, tuple[Any, ...]] = {
         "megatron.core.transformer.attention:apply_rotary_pos_emb",
         "megatron.core.transformer.multi_latent_attention:apply_rotary_pos_emb",
     ),
-    "attention": (_attend, f"{_CP}.attention"),
+    "attention": (_attend, "cp_plugin.engine.attention.api:ContextParallel.attention"),
     "returned": (_add, "cp_plugin.engine.methods.ring:_added"),
     "halo": (_send_halo("forward"), _HALO),
     "returned halo": (_send_halo("backward"), _HALO),

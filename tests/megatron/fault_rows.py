@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import pytest
-from nightly import nightly
 from rank_faults import replace, wrap
 
 type Plant = Callable[[], None]
@@ -58,17 +56,10 @@ class Fault(NamedTuple):
     flags: str
     error: str
     """Pattern of the message that stops the run before its first step."""
-    alike: bool = False
-    """Another fault is found in the same place; this one is planted before a merge only."""
 
     @property
     def name(self) -> str:
         return f"{self.plant.__name__}-{self.flags.split()[3]}"
-
-
-def rows(faults: Sequence[Fault]) -> list[Any]:
-    """Of a parametrised test."""
-    return [pytest.param(fault, id=fault.name, marks=nightly if fault.alike else ()) for fault in faults]
 
 
 def ranks_of(flags: str) -> int:
