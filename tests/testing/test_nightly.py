@@ -1,20 +1,15 @@
-"""What a suite runs: few cases of a product of parameters, and the tests that a change affects."""
+"""What a suite runs: few cases of a product of parameters."""
 
 from __future__ import annotations
 
 from itertools import combinations, product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import changed
 import execnet
 import nightly
 import pytest
 from nightly import covering
-from nightly import nightly as at_night
-
-ROOT = Path(__file__).parents[2]
 
 
 class Item:
@@ -51,33 +46,3 @@ def test_what_a_suite_leaves_out_is_counted(suite: tuple[str, ...], fewest: int,
     assert items[:2] == other and fewest <= kept <= 1.25 * fewest
     assert left_out == ({} if kept == 42 else {("product", nightly.REDUNDANT): 42 - kept})
     assert execnet.loads(execnet.dumps(left_out)) == left_out  # a pytest-xdist worker sends it when it ends
-
-
-FILES = {str(f.relative_to(ROOT)) for folder in ("cp_plugin", "tests", "ci") for f in (ROOT / folder).rglob("*.*")}
-
-
-@pytest.fixture(scope="module")
-def used() -> dict[str, set[str]]:
-    return changed.uses({file for file in FILES if "__pycache__" not in file})
-
-
-@at_night
-@pytest.mark.parametrize(
-    ("file", "touches", "leaves_alone"),
-    [
-        ("cp_plugin/engine/core/tiles.py", "tests/engine/core/test_tiles.py", "tests/docs/test_site.py"),
-        ("cp_plugin/engine/methods/ring.py", "tests/engine/methods/test_methods.py", "tests/engine/core/test_tiles.py"),
-        ("cp_plugin/planner/search.py", "tests/planner/test_search.py", "tests/engine/core/test_layout.py"),
-        (
-            "cp_plugin/megatron/flags/args.py",
-            "tests/megatron/flags/test_flags.py",
-            "tests/engine/methods/test_methods.py",
-        ),
-        ("tests/oracle.py", "tests/engine/methods/test_methods.py", "tests/megatron/flags/test_flags.py"),
-        ("ci/parity/cases.toml", "tests/ci/test_parity_cases.py", "tests/engine/methods/test_methods.py"),
-    ],
-)
-def test_what_a_file_touches(file: str, touches: str, leaves_alone: str, used: dict[str, set[str]]) -> None:
-    assert file in FILES
-    reached = changed.touched({file}, used)
-    assert touches in reached and leaves_alone not in reached

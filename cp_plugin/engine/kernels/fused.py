@@ -28,7 +28,7 @@ _observer: Observer | None = None
 @contextmanager
 def observed(by: Observer | None) -> Iterator[None]:
     """Within the ``with`` block, ``by`` observes every operation of this module as the single CUDA kernel it is."""
-    global _observer
+    global _observer  # noqa: PLW0603
     before, _observer = _observer, by
     try:
         yield
