@@ -59,36 +59,3 @@ def test_two_groups_in_opposite_orders_are_named(soon: None) -> None:
 
     with pytest.raises(RankError, match=r"first operation of group '(one|other)'"):
         run_ranks(rank, 2, init_process_group=True)
-
-
-def test_unbatched_messages_need_two_ranks() -> None:
-    """And each of the two has to post something, in either direction."""
-
-    def rank(alone: bool) -> None:
-        if dist.get_rank() == 0:
-            dist.isend(torch.ones(1), 1).wait()
-        elif dist.get_rank() == 1 and not alone:
-            dist.recv(torch.ones(1), 0)
-
-    run_ranks(rank, 3, args=(False,), init_process_group=True)
-    with lazy.waiting(SOON), pytest.raises(RankError, match=r"by the ranks 0-1\. .*these never did: 1"):
-        run_ranks(rank, 3, args=(True,), init_process_group=True)
-
-
-def test_a_group_that_is_made_again_starts_again() -> None:
-    """Under the same name. In another part of the store, since Gloo reads addresses that were left in it."""
-
-    def rank() -> None:
-        number, store, names = dist.get_rank(), dist.distributed_c10d._get_default_store(), set()
-        for members in ((0, 1), (0,)):  # which of them use it
-            group = dist.new_group([0, 1])
-            names.add(group.group_name)
-            assert len(names) == 1
-            if number in members:
-                dist.all_reduce(torch.ones(1), group=group)
-            dist.barrier()
-            dist.destroy_process_group()
-            dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=number, world_size=2)
-
-    with lazy.waiting(2 * SOON), pytest.raises(RankError, match="these never did: 1"):
-        run_ranks(rank, 2, init_process_group=True)
