@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,15 +15,13 @@ from cp_plugin.engine.comm import TraceMesh
 from cp_plugin.engine.core.block import Scores
 from cp_plugin.engine.core.problem import CallInfo, Problem
 from cp_plugin.engine.core.values import Gradients, KeyValues, Partial, Queries
-from cp_plugin.engine.kernels import backends, blocks, fused
+from cp_plugin.engine.kernels import backends, blocks
 from cp_plugin.engine.methods.moves import no_gradients, nothing_seen
 from cp_plugin.engine.methods.protocol import Attend
 from cp_plugin.testing import verify
 
 ONLY_A_REFERENCE = "the reference for the others: plain torch, one score matrix after another"
 USUAL = Problem(size=1)
-PLAIN_TORCH = patch.object(fused, "_kernels", lambda x: False)
-"""A context in which fused operations are their definitions."""
 
 
 def kernel(name: str, d: int, e: int) -> str:

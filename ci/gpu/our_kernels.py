@@ -15,7 +15,7 @@ from typing import NamedTuple
 import brute
 import operations
 import torch
-from cases import kernel, lacking
+from cases import kernel, lacking, normal
 from record import Row, Step, Verdict, judge, worst
 from torch import Tensor
 from workers import check_each
@@ -193,7 +193,7 @@ def compare_operation(name: str, x: operations.Operands) -> Verdict:
 
 def decode(device: torch.device, s: int, e: int, *, fp8: bool) -> Verdict:
     """One query's attention to a cache, beside the same in plain torch."""
-    q, k, v = (random(device, n, 2, h, e) for n, h in ((1, 8), (s, 2), (s, 2)))
+    q, (k, v) = normal(device, 1, 2, 8, e).bfloat16(), normal(device, 2, s, 2, 2, e).bfloat16()
     cache = store.Cache(s, e, k[:1], v[:1], fp8=fp8)
     cache.put(slice(s), k, v)
     held = torch.arange(s, dtype=torch.int32, device=device)[:, None].expand(s, 2).contiguous()
@@ -202,10 +202,6 @@ def decode(device: torch.device, s: int, e: int, *, fp8: bool) -> Verdict:
     want = operations.run(lambda: store.attend(q.double(), *arguments), kernels=False)
     errors = dict(zip(("out", "lse"), map(relative_error, got, want), strict=True))
     return worst(errors, {"out": DECODED, "lse": 1e-5})
-
-
-def random(device: torch.device, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, torch.bfloat16)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -45,7 +45,7 @@ LAUNCHES = ("LaunchKernel", "MemcpyAsync", "MemsetAsync")
 """Parts of the names of launching functions of CUDA's runtime and driver."""
 HOST_ROUNDS = 10
 MOST = 8
-TIMED = replace(LARGE, size=MOST, kv_heads=8)
+TIMED = replace(LARGE, kv_heads=8)
 TINY_TIMED = replace(TINY, size=2, seq_length=32, heads=2)
 ROUNDS = 5
 

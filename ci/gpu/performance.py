@@ -15,8 +15,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import brute
+import operations
 import torch
-from cases import ONLY_A_REFERENCE, PLAIN_TORCH, attend, kernel, lacking, normal, possible, timed_parts
+from cases import ONLY_A_REFERENCE, attend, kernel, lacking, normal, possible, timed_parts
 from oracle import relative_error
 from record import Call, Step, Verdict, medians, one_line, worst
 from torch import Tensor
@@ -190,12 +191,12 @@ def whole_tiles(step: Step, problem: Problem) -> None:
                 kernels(problem, name),
             )
     work = floating_point_operations(Block(rows, rows, CAUSAL), problem)
-    for phase, calls, operations, wanted in (
-        ("forward", forward, work, FORWARD),
-        ("backward", backward, 2.5 * work, BACKWARD),
+    for phase, calls, passes, wanted in (
+        ("forward", forward, 1.0, FORWARD),
+        ("backward", backward, 2.5, BACKWARD),
     ):
         times = medians(calls, rounds(step))
-        speed = {name: operations / ms / 1e9 for name, ms in times.items()}
+        speed = {name: passes * work / ms / 1e9 for name, ms in times.items()}
         for name in times:
             detail = {"ms": times[name], "TFLOP/s": speed[name], "flash ms": times["sdpa"]}
             least = (">=", wanted) if name == "triton" else None
@@ -337,13 +338,8 @@ def decode(step: Step) -> None:
         held = torch.arange(slots, dtype=torch.int32, device=step.device)[:, None]
         last = torch.full((1, 1), slots, dtype=torch.int32, device=step.device)
         call = partial(store.attend, q, kept, held, last, Scores(size**-0.5))
-
-        def run_plain_torch(call: Call = call) -> None:
-            with PLAIN_TORCH:
-                call()
-
         name = f"{slots} tokens, heads {heads}:{kv_heads} of {size} {stored}"
-        calls = {"as it is": call, "plain torch": run_plain_torch}
+        calls = {"as it is": call, "plain torch": partial(operations.run, call, kernels=False)}
         passes = {f"{name}, {how}": Pass(one, kept.nbytes, None) for how, one in calls.items()}
         compare_to_copy(step, "bandwidth of decode over a copy's", passes, k, "decode")
 

@@ -196,9 +196,9 @@ def publish(check: Path, docs: Path) -> None:
     print(docs / f"{name}.md")
 
 
-def finish(folder: Path, *names: str) -> int:
+def finish(folder: Path) -> int:
     """Join, and print what is wrong; 1 if anything is."""
-    wrong = failures(join(folder, *names))
+    wrong = failures(join(folder))
     for name, how in wrong[:MOST_SHOWN]:
         print(f"WRONG {name}: {how}")
     print(f"FAIL: {len(wrong)} wrong" if wrong else "PASS: nothing is wrong", f"({folder / 'page.md'})", flush=True)

@@ -40,12 +40,8 @@ def left_by(folder: Path, name: str, **had: object) -> None:
 
 
 @pytest.fixture
-def finished(
-    script: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Of steps: exit status, output and page."""
-    finish = script("ci/gpu/report").finish
-    return lambda *steps: (finish(tmp_path, *steps), capsys.readouterr().out, (tmp_path / "page.md").read_text())
+def report(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("ci/gpu/report")
 
 
 @pytest.mark.parametrize("over", [0.0, 10.0])
@@ -108,7 +104,7 @@ def test_a_step_that_does_not_end_is_killed_with_its_processes(how: str, tmp_pat
     assert "| over NCCL | 1 | 1 |" in page and f"| the rest of nccl | {how}, during ring, full |" in page
 
 
-def test_only_timings_of_what_is_wrong_are_withheld(finished: Callable[..., Any], tmp_path: Path) -> None:
+def test_only_timings_of_what_is_wrong_are_withheld(report: ModuleType, tmp_path: Path) -> None:
     """A kernel alone, and a provider on one kernel."""
 
     def check(name: str, *of: str) -> dict[str, Any]:
@@ -129,7 +125,7 @@ def test_only_timings_of_what_is_wrong_are_withheld(finished: Callable[..., Any]
     gone.append(figure("striped on torch's", 1.07, "provider striped", FLASH))
     left_by(tmp_path, "providers", checks=wrong, finished=True)
     left_by(tmp_path, "performance", figures=[*kept.values(), *gone], finished=True)
-    status, _, page = finished("providers", "performance")
+    status, page = report.finish(tmp_path), (tmp_path / "page.md").read_text()
     assert status == 1 and "**3 wrong:**" in page
     assert all(f"| {name} | {one['value']:.3g} |" in page for name, one in kept.items())
     assert not any(f"{one['value']:.3g}" in page for one in gone)
@@ -138,16 +134,17 @@ def test_only_timings_of_what_is_wrong_are_withheld(finished: Callable[..., Any]
     assert f"| timed: striped on torch's | {reason}striped on torch's is wrong |" in page
 
 
-def test_steps_that_end_early(finished: Callable[..., Any], tmp_path: Path) -> None:
+def test_steps_that_end_early(report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that checks and crashed is wrong, also without a file; one that its cap ended, or that measures, is not."""
     right = {"group": "backend sdpa", "name": "ring", "ok": True, "of": [], "detail": {"error": 1e-3, "limit": 2e-3}}
     figure = {"group": "speed", "name": "triton", "value": 0.7, "wanted": [">=", 0.75], "detail": {"ms": 1.25}}
     left_by(tmp_path, "providers", checks=[right])
     left_by(tmp_path, "nccl", checks=[right], capped="killed 10 s after its cap")
     left_by(tmp_path, "performance", figures=[figure])
-    status, output, page = finished("our_kernels", "nccl", "performance", "providers")
+    report.join(tmp_path, "our_kernels")
+    status, page = report.finish(tmp_path), (tmp_path / "page.md").read_text()
     assert status == 1
-    assert [line for line in output.splitlines() if line.startswith("WRONG")] == [
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")] == [
         "WRONG step our_kernels: it left nothing",
         "WRONG step providers: it crashed: see check.log",
     ]

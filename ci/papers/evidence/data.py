@@ -202,13 +202,9 @@ def rows(name: str) -> list[Row]:
         Row(
             paper=name,
             table=table.id,
-            figure=table.figure,
             method=series.method,
-            batch=table.batch,
-            softmax_layers=table.softmax_layers,
-            recipe=table.recipe,
-            attention_recomputed=table.attention_recomputed,
             published=value,
+            **table.model_dump(include={"figure", "batch", "softmax_layers", "recipe", "attention_recomputed"}),
             **said,
         )
         for table in paper(name).tables
