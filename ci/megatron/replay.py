@@ -171,13 +171,13 @@ def examine(repo: Path, commit: str, kinds: Sequence[str]) -> Entry:
             if kind == "train":
                 starts = result["state"] in ("passed", "differs")
                 entry["start"][name] = {"state": "passed", "message": ""} if starts else result
-        entry["broken"] = {row["symbol"]: row["broken"] for row in contracts(tree) if row["state"] == "broken"}
+        entry["broken"] = run(tree).get("broken", {})
     return entry
 
 
-def run(tree: Path, name: str, kind: str) -> Result:
-    """Run one case in a process of its own."""
-    command = [sys.executable, "-W", "ignore", str(Path(__file__)), "case", str(tree), name, kind]
+def run(tree: Path, *case: str) -> Result:
+    """Run one case, of a name and a kind, in a process of its own; none: ``broken_contracts``."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__)), "process", str(tree), *case]
     paths = filter(None, map(str, (tree, ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH", ""))))
     world = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     begin = time.monotonic()
@@ -193,11 +193,18 @@ def run(tree: Path, name: str, kind: str) -> Result:
     return result | {"seconds": round(time.monotonic() - begin, 3)}
 
 
-def contracts(tree: Path) -> list[dict[str, str]]:
-    """What ``cp-plugin doctor --megatron`` finds of every symbol in this tree."""
-    command = [sys.executable, "-m", "cp_plugin.tools", "doctor", "--megatron", str(tree), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return [] if done.returncode == 2 else json.loads(done.stdout)["symbols"]  # 2: an unsupported version
+def broken_contracts() -> dict[str, str]:
+    """Find the symbols that a run would need otherwise, and why; in this process, which has imported no Megatron yet.
+
+    Raises ValueError for an unsupported version, and if contracts of CPU mode do not hold.
+    """
+    from cp_plugin.megatron.cpu import mode as cpu
+
+    cpu.activate()
+    from cp_plugin.megatron.patches.hooks import OF_RUN, START_UP
+    from cp_plugin.megatron.patches.patching import examine
+
+    return {patch.target: why for patch in (*START_UP, *OF_RUN) if (why := examine(patch).broken)}
 
 
 def version_of(tree: Path) -> str:
@@ -289,7 +296,9 @@ def ended_by(report: str) -> Result:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["case", tree, name, kind]:
+        case ["process", _]:
+            print(json.dumps({"broken": broken_contracts()}), flush=True)
+        case ["process", tree, name, kind]:
             print(json.dumps(train_case(Path(tree), name, kind)), flush=True)
         case argv:
             raise SystemExit(main(argv))

@@ -1,17 +1,11 @@
-"""``cp-plugin doctor``: installed libraries, and one tile of every kernel on every device.
-
-With ``--megatron DIR``: what the plugin would replace in a Megatron, and whether it is as needed.
-"""
+"""``cp-plugin doctor``: installed libraries, and one tile of every kernel on every device."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import product, starmap
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -26,7 +20,6 @@ from cp_plugin.engine.core.problem import CallInfo, Problem
 from cp_plugin.engine.kernels import backends, blocks
 from cp_plugin.engine.kernels.backends import AnyBackend
 from cp_plugin.testing import oracle
-from cp_plugin.tools import flags, output
 from cp_plugin.tools.output import new_console, print_lines, print_table, print_verdict
 
 _OPTIONAL = {
@@ -161,75 +154,11 @@ def _version(name: str) -> str | None:
         return None
 
 
-_STATES = {"broken": "red", "absent": "dim", "checked": ""}
-
-
-def examine(folder: str, words: Sequence[str]) -> dict[str, Any]:
-    """What ``megatron.patches.doctor`` finds, which imports Megatron into this process. ValueError for a folder without
-    Megatron, an unsupported version, or wrong flags; and if Megatron fails."""
-    from cp_plugin.megatron.patches.doctor import examined
-
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):  # notices, warnings, usage
-            return examined(folder, words)
-    except ValueError:
-        raise
-    except (Exception, SystemExit) as error:  # a Megatron of another version may raise anything; argparse exits
-        why = said.getvalue().strip().rpartition("\n")[2] if isinstance(error, SystemExit) else repr(error)
-        raise ValueError(f"--megatron {folder}: Megatron could not be examined: {why}") from None
-
-
-def stops(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the symbols for which a run would not start."""
-    return [one for one in report["symbols"] if one["state"] == "broken" and one["needed"]]
-
-
-def show_megatron(console: Console, report: dict[str, Any], folder: str) -> None:
-    """Print the table, what its words mean, every broken contract, and whether a run would start."""
-    rows = [
-        ((one["state"], one["contract"], one["symbol"], one["for"]), _STATES[one["state"]]) for one in report["symbols"]
-    ]
-    title = f"megatron-core {report['version']} in {folder}: what a run would replace"
-    print_table(console, title, ("state", "contract", "symbol", "what for"), rows)
-    print_lines(console, "checked: what the plugin relies on is there; absent: not in this version, and not needed")
-    broken = [one for one in report["symbols"] if one["state"] == "broken"]
-    for one in broken:
-        print_lines(console, "", *one["broken"].splitlines())
-    stopping = stops(report)
-    others = [one["for"] for one in broken if one not in stopping]
-    verdict = f"{len(stopping)} broken: a run would not start" if stopping else "a run would start"
-    print_verdict(not stopping, verdict + "".join(f"; broken: {what}" for what in others), console)
-
-
 def doctor(
     everything: Annotated[
         bool, typer.Option("--all", help="also list libraries and kernels that are not available here")
     ] = False,
-    megatron: Annotated[
-        str | None, typer.Option(metavar="DIR", help="examine this Megatron-LM checkout, or unpacked wheel, instead")
-    ] = None,
-    as_json: output.AsJson = False,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="WORDS", help="with --megatron, after --: the flags of a run; default: examine everything"
-        ),
-    ] = None,
 ) -> None:
     """Show what is installed, which attention kernels work here, and how to get what is missing."""
-    with flags.errors_in_one_line(translated=False):
-        if megatron is None and (words or as_json):
-            ignored = " ".join([*(words or []), *(["--json"] if as_json else [])])
-            raise ValueError(f"{ignored} has no effect without --megatron DIR: add it, or leave this out")
-        if megatron is not None and everything:
-            raise ValueError("--all has no effect with --megatron: leave it out")
-        report = {} if megatron is None else examine(megatron, words or [])
-    console = new_console()
-    if megatron is None:
-        works = show(console, everything=everything)
-    else:
-        output.show(as_json, lambda: report, lambda: show_megatron(console, report, megatron))
-        works = not stops(report)
-    if not works:
+    if not show(new_console(), everything=everything):
         raise typer.Exit(1)

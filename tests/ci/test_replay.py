@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,13 +71,16 @@ BY_PLACE = "    output = output * torch.arange(output.size(1))\n"
     ],
 )
 def test_a_planted_break_is_found(replay: ModuleType, tmp_path: Path, planted: str, kind: str, state: str) -> None:
-    """In a script that trains the installed Megatron."""
+    """In a script that trains the installed Megatron, in which a function is changed that only other models need."""
     spec = find_spec("megatron.core")
     assert spec is not None and spec.origin is not None
-    (tmp_path / "megatron").symlink_to(Path(spec.origin).parents[1])
+    shutil.copytree(Path(spec.origin).parents[1], tmp_path / "megatron")
+    changed = tmp_path / "megatron/core/transformer/multi_token_prediction.py"
+    changed.write_text(changed.read_text().replace("def roll_tensor(tensor,", "def roll_tensor(x,"))
     end = "    return output, partial("
     text = (FOLDER / "stock_gpt.py").read_text()
     assert text.count(end) == 1
     (tmp_path / "pretrain_gpt.py").write_text(text.replace(end, planted + end))
     result = replay.run(tmp_path, "gpt", kind)
     assert result["state"] == state, result
+    assert list(replay.run(tmp_path)["broken"]) == ["megatron.core.transformer.multi_token_prediction:roll_tensor"]

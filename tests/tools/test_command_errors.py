@@ -83,11 +83,6 @@ WRONG = {
         ("--documents chat --mask causal", "--documents chat has no effect with --mask causal"),
         ("--cluster dgx-h100 --dtype float64", "no attention rate for float64"),
     ],
-    "doctor": [
-        ("--json", "--json has no effect without --megatron DIR"),
-        ("-- --cp-provider ring", "--cp-provider ring has no effect without --megatron DIR"),
-        ("--all --megatron .", "--all has no effect with --megatron"),
-    ],
     "dataset": [
         ("FILE", f"write cp-plugin dataset test_command_errors {__file__}"),
         ("missing.jsonl", "missing.jsonl: the first argument is the prefix of the files to write"),

@@ -196,15 +196,10 @@ class Finding:
     owner: Any = None
     """The module or class that defines the symbol."""
     original: Any = None
+    """None: this version does not have the symbol."""
     replacement: Any = None
     broken: str | None = None
     """How the contract is broken."""
-
-    @property
-    def state(self) -> str:
-        if self.original is None and not self.patch.required:
-            return "absent"
-        return "broken" if self.broken else "checked"
 
 
 def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
@@ -213,11 +208,11 @@ def install(patches: Sequence[Patch], scope: Scope = "run") -> None:
     Raises:
         ValueError: for a megatron-core outside the supported range, and for broken contracts, all of them.
     """
-    check_version()
-    new = [patch for patch in patches if replaced_at(patch.target) is None]
-    findings = [finding for patch in new if (finding := examine(patch)).state != "absent"]
+    _check_version()
+    findings = [examine(patch) for patch in patches if replaced_at(patch.target) is None]
     if broken := [finding for finding in findings if finding.broken]:
         raise ValueError(refusal(broken))
+    findings = [finding for finding in findings if finding.original is not None]
     STATE.replaced[scope] |= {finding.patch.target: finding for finding in findings}
     for finding, owner, name in _places(findings, "original"):
         if finding.patch.only_in in (None, owner.__name__):
@@ -244,8 +239,7 @@ def refusal(findings: Sequence[Finding]) -> str:
         lines.append(f"  {number}. {patch.target} ({patch.reason}): {finding.broken}.")
         lines.append(f"     If it ran, {patch.otherwise}." if patch.otherwise else "")
     lines.append(
-        "Use a Megatron without these changes, a cp_plugin release that supports them, or --cp-provider upstream; "
-        "cp-plugin doctor --megatron DIR checks a checkout without starting anything"
+        "Use a Megatron without these changes, a cp_plugin release that supports them, or --cp-provider upstream"
     )
     return "\n".join(line for line in lines if line)
 
@@ -311,7 +305,7 @@ def _release(package: str) -> str:
     return megatron_version() if package == "megatron-core" else version(package)
 
 
-def check_version() -> None:
+def _check_version() -> None:
     """ValueError for a megatron-core outside the supported range."""
     version = megatron_version()
     if not megatron_supported(version):
