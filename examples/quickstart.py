@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 
 import runs
 from rich.console import Console
@@ -44,10 +43,7 @@ def main() -> int:
 
     data = runs.dataset(chosen.out / "stdlib", *CORPUS)
     provider = ["--cp-provider", chosen.provider]
-    saved = chosen.out / "checkpoint"
-    shutil.rmtree(saved, ignore_errors=True)
-    keep = ["--save", str(saved), "--save-interval", str(chosen.iterations), "--ckpt-format", "torch_dist"]
-    many = train(chosen, data, chosen.ranks, ["--context-parallel-size", str(chosen.ranks), *provider, *keep])
+    many = train(chosen, data, chosen.ranks, ["--context-parallel-size", str(chosen.ranks), *provider])
     one = train(chosen, data, 1, [])  # last: mistakes in the flags show in the other
 
     runs.print_losses(console, one, many, ("CP 1", f"CP {chosen.ranks}"))
@@ -55,8 +51,6 @@ def main() -> int:
     title = "The same GPT, trained by Megatron-LM on the text of Python's standard library"
     runs.plot(picture, title, both, chosen.ranks)
     console.print(f"plot: {picture}\nlogs: {chosen.out}/cp*.log", highlight=False, soft_wrap=True)
-    ask = f'cp-plugin generate --load {saved} --bytes --prompt "def main" --ranks {chosen.ranks}'
-    console.print(f"generate text: {ask}", markup=False, highlight=False, soft_wrap=True)
     passed = f"{chosen.provider} on {chosen.ranks} ranks equals one rank: {len(one)} losses"
     return runs.verdict(both, chosen.iterations, passed)
 

@@ -91,7 +91,7 @@ def test_files_have_at_most_400_lines() -> None:
 def test_the_command_line_is_frozen() -> None:
     from cp_plugin.tools.app import Program
 
-    commands = "bench calibrate dataset doctor draw example generate plan traffic verify"
+    commands = "bench calibrate dataset doctor draw example plan traffic verify"
     assert set(Program.modules) == set(commands.split())
 
 

@@ -200,27 +200,19 @@ def main_with_nproc(argv: Sequence[str], main: Callable[[list[str]], object], *,
     runs in this process, and N forked ranks each call `main(rest)`. `preload` does what ranks can share, such as
     importing Megatron, and leaves CUDA alone.
 
-    A failing rank's report goes to stderr; of a refusal (`common.refusals`) only its message. Raises
-    ValueError for `--nproc` without a positive number, or with CUDA.
+    A failing rank's report goes to stderr; of a refusal (`common.refusals`) only its message. After Ctrl-C the status
+    is the shell's. Raises ValueError for `--nproc` without a positive number, or with CUDA.
     """
     nproc, rest = split_nproc(list(argv))
     preload()
     if nproc is None:
         main(rest)
         return 0
-    return exit_status(
-        nproc, lambda: run_ranks(main, nproc, args=(rest,), timeout=None, output="ends", pass_on_sigterm=True)
-    )
-
-
-def exit_status(nproc: int, run: Callable[[], object], flag: str = "--nproc") -> int:
-    """The exit status of a command that forks ``nproc`` ranks (by this flag): 0, that of the first failing rank, whose
-    report or refusal goes to stderr, or the shell's for Ctrl-C. ValueError if CUDA has been initialised."""
     if torch.cuda._initialized:  # CPU mode, which may be on by now, has a stand-in for torch's function
         instead = f"start them with torchrun --nproc-per-node {nproc} instead, or add --cp-device cpu"
-        raise ValueError(f"{flag} {nproc}: an import has initialised CUDA, which forked ranks cannot use: {instead}")
+        raise ValueError(f"--nproc {nproc}: an import has initialised CUDA, which forked ranks cannot use: {instead}")
     try:
-        run()
+        run_ranks(main, nproc, args=(rest,), timeout=None, output="ends", pass_on_sigterm=True)
     except RankError as error:
         if error.refusals:
             lines = "\n".join(f"cp_plugin: {said}" for said in error.refusals)

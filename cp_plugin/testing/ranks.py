@@ -36,10 +36,10 @@ def with_progress[T](items: Sequence[T], doing: str) -> Iterable[T]:
     return track(items, doing, console=Console(stderr=True), transient=True)
 
 
-def number_of_ranks(ranks: int | None, default: int = 4) -> int:
-    """torchrun's number of ranks, or ``--ranks``, or the default; ValueError for both."""
+def number_of_ranks(ranks: int | None) -> int:
+    """torchrun's number of ranks, or ``--ranks``, or 4; ValueError for both."""
     if not is_under_torchrun():
-        return default if ranks is None else ranks
+        return 4 if ranks is None else ranks
     if ranks is not None:
         raise ValueError(
             f"--ranks {ranks}: torchrun has already started {os.environ['WORLD_SIZE']} ranks; leave --ranks out"

@@ -39,7 +39,7 @@ class Later(TyperCommand):
         """Import the command."""
         command = getattr(import_module(f"{__package__}.{self.module}"), str(self.name))
         alone = typer.Typer(add_completion=False, context_settings=_SETTINGS)
-        alone.command(context_settings=getattr(command, "context_settings", None))(command)
+        alone.command()(command)
         return typer.main.get_command(alone)
 
     def make_context(self, *args: Any, **settings: Any) -> Any:
@@ -60,7 +60,6 @@ class Program(TyperGroup):
         "dataset": "dataset",
         "example": "examples.cli",
         "plan": "plan",
-        "generate": "generate",
     }
 
     def __init__(self, **settings: Any) -> None:

@@ -108,7 +108,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     for needed in ("--provider", "--model", "--cluster", "--plot"):  # without them most are refused, or try everything
         if needed in flags and draw(st.integers(0, 7)):
             chosen[needed] = draw(flags[needed])
-    often = name in ("calibrate", "dataset", "example", "generate")
+    often = name in ("calibrate", "dataset", "example")
     words = draw(
         st.lists(st.sampled_from(NAMES["arguments"]), max_size=2 if often or not draw(st.integers(0, 9)) else 0)
     )

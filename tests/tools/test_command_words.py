@@ -80,9 +80,7 @@ def test_errors_of_usage_look_like_all_others(command: str) -> None:
     """Unknown options, missing values and wrong values: one line that names the option, and exit status 2."""
     params = COMMANDS[command].params
     required = [word for p in params if p.required for word in ([p.opts[0], "1"] if p.opts[0][0] == "-" else ["x"])]
-    cases = []
-    if not COMMANDS[command].context_settings.get("ignore_unknown_options"):
-        cases.append(([*required, "--rankss", "3"], "No such option: --rankss"))
+    cases = [([*required, "--rankss", "3"], "No such option: --rankss")]
     valued = [p for p in params if p.param_type_name == "option" and not p.is_flag]
     cases += [([*required, p.opts[0]], f"Option '{p.opts[0]}' requires an argument.") for p in valued[:2]]
     refused = [p for p in valued if issubclass(kind(p), (int, float, StrEnum))]

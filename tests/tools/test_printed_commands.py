@@ -66,9 +66,6 @@ COVERED = {
     r"python tests/equipment/cuda/budget\.py": "fake_cuda/test_budget.py::test_budget",
     r"python docs/generate\.py": "docs/test_docs.py::test_the_pages_are_what_the_code_gives_now",
     r"git apply .*patches/megatron-lm/": "ci/test_patches.py::test_it_applies_to_the_installed_megatron",
-    r"cp-plugin generate|(python|torchrun .*) -m cp_plugin\.generate": (
-        "megatron/runs/test_generate.py::test_greedy_text_is_that_of_one_rank"
-    ),
     r"torchrun .*--no-python cp-plugin calibrate": (
         "planner/test_calibrate.py::test_the_command_writes_what_it_measured"
     ),

@@ -1,1 +1,1 @@
-"""Models, tokenizers and data for runs without a Megatron-LM checkout."""
+"""Models and data for runs without a Megatron-LM checkout."""

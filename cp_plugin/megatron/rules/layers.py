@@ -175,7 +175,7 @@ CALL = (
         name="cache of a call",
         what="a key/value cache ({queries} queries and {keys} keys)",
         why="this layer is for training, not for inference",
-        fix="generate with cp-plugin generate, or decoding() of cp_plugin.megatron.inference",
+        fix="generate with decoding() of cp_plugin.megatron.inference",
         looks_at=lambda call: when(len(call.query) != len(call.key), queries=len(call.query), keys=len(call.key)),
     ),
     Rule(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from warm import run_forked
+from warm import Forked, run_forked
 
 from cp_plugin import run
 
@@ -46,6 +50,19 @@ def test_a_script_and_its_exit_status(script: Path, ranks: list[str]) -> None:
     said = done.stdout.splitlines()
     assert {"name __main__", f"argv {words}", "path True", "active True", f"rank {0 if ranks else None}"} <= {*said}
     assert ("sys.exit(7)" in done.stderr) == bool(ranks)
+
+
+@pytest.mark.usefixtures("adapter")
+def test_an_interrupt_ends_all_ranks_and_loses_no_output(tmp_path: Path) -> None:
+    path = tmp_path / "wait.py"
+    path.write_text("import time\n\nprint('waits')\ntime.sleep(60)\n")
+    words = ["--nproc", "2", str(path), "--cp-device", "cpu"]
+    with Forked([sys.executable, "-m", "cp_plugin.run", *words]) as process:
+        assert [process.stdout.readline() for _ in range(2)] == ["waits\n"] * 2
+        time.sleep(0.5)  # an interrupt in the middle of a fork is lost
+        os.kill(process.pid, signal.SIGINT)
+        said = process.stdout.read()
+    assert process.returncode == 130 and "interrupted; 2 ranks stopped" in said
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
