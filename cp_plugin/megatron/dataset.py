@@ -7,7 +7,8 @@ import os
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ ENDING = "_text_document"
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 """Suffixes of files taken from folders."""
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
+EOD = 256
+"""End-of-document token where tokens are bytes."""
 STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 """Python's own source: real text on every machine."""
 
@@ -57,9 +60,7 @@ def build(
         OSError: for files that cannot be read or written.
     """
     files = find(paths, max_bytes)
-    with warnings.catch_warnings(action="ignore"):  # of Megatron's, about libraries that nothing here needs
-        from cp_plugin.megatron.models import indexed  # imports Megatron, which takes seconds
-    flags, vocabulary, end, encode = _open_tokenizer(tokenizer, indexed.EOD)
+    flags, vocabulary, end, encode = _open_tokenizer(tokenizer)
     path = Path(f"{prefix}{ENDING}")
     done = Dataset(flags=["--data-path", str(path), *flags], files=len(files), vocabulary=vocabulary)
 
@@ -81,13 +82,25 @@ def build(
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        indexed.write(f"{folder}/new", documents(), vocabulary)
+        write(f"{folder}/new", documents(), vocabulary)
         if not done.documents:
             raise ValueError(f"{files[0]}: --tokenizer {tokenizer} finds no tokens in {len(files)} files")
         Path(folder, "new.json").write_text(json.dumps(asdict(done), indent=1), encoding="utf-8")
         for suffix in ("bin", "idx", "json"):
             os.replace(f"{folder}/new.{suffix}", f"{path}.{suffix}")
     return done
+
+
+def write(prefix: str, documents: Iterable[Sequence[int]], vocabulary: int) -> None:
+    """Write PREFIX.{bin,idx} by Megatron's writer, one sequence a document; elements have 2 bytes if the vocabulary
+    allows, else 4."""
+    with warnings.catch_warnings(action="ignore"):  # of Megatron's, about libraries that nothing here needs
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # takes seconds
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocabulary))
+    with closing(builder.data_file):
+        for ids in documents:
+            builder.add_document(ids, [len(ids)])
+        builder.finalize(f"{prefix}.idx")
 
 
 def find(paths: Sequence[Path], max_bytes: int | None = None) -> list[Path]:
@@ -144,12 +157,12 @@ def _text(data: bytes, *, line: bool) -> str:
     return entry["text"]
 
 
-def _open_tokenizer(tokenizer: str, eod: int) -> tuple[list[str], int, int, Callable[[str], list[int]]]:
+def _open_tokenizer(tokenizer: str) -> tuple[list[str], int, int, Callable[[str], list[int]]]:
     """Megatron's flags for training with a tokenizer, its number of ids, its end of document, and its encoder."""
     kind, _, model = tokenizer.partition(":")
     if tokenizer == "bytes":
-        flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(eod + 1)]
-        return flags, eod + 1, eod, lambda text: list(text.encode())
+        flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(EOD + 1)]
+        return flags, EOD + 1, EOD, lambda text: list(text.encode())
     if kind != "huggingface" or not model:
         raise ValueError(f"--tokenizer {tokenizer}: choose bytes, or huggingface:NAME_OR_PATH")
     path = Path(model).expanduser()

@@ -120,12 +120,11 @@ def test_plans_for_documents_of_the_dataset(
     validated: Callable[..., argparse.Namespace], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Slow links favour ``needed`` on the documents layout; mock data has no known documents."""
-    from cp_plugin.megatron import runtime
-    from cp_plugin.megatron.models import indexed
+    from cp_plugin.megatron import dataset, runtime
     from cp_plugin.megatron.planned.sizes import pack_of
 
-    indexed.write(str(tmp_path / "chat"), ([1] * n for n in (40, 300, 700, 90, 2000, 150)), 127)
-    indexed.write(str(tmp_path / "long"), ([1] * n for n in (30_000, 20_000)), 127)
+    dataset.write(str(tmp_path / "chat"), ([1] * n for n in (40, 300, 700, 90, 2000, 150)), 127)
+    dataset.write(str(tmp_path / "long"), ([1] * n for n in (30_000, 20_000)), 127)
     data = f"--data-path 0.7 {tmp_path}/chat 0.3 {tmp_path}/long --split 100,0,0"
     known = hardware.cluster("h100-1-per-node")
     slow = known.inter.model_copy(update={"bytes_per_s": 1e8})
