@@ -233,7 +233,7 @@ def examine(patch: Patch) -> Finding:
 def refusal(findings: Sequence[Finding]) -> str:
     """Return what differs, what would go wrong, and what to do, of all broken contracts."""
     packages = " and ".join(dict.fromkeys(f"{f.patch.package} {_release(f.patch.package)}" for f in findings))
-    lines = [f"cp_plugin cannot run on this {packages}, because functions it relies on behave differently:"]
+    lines = [f"the plugin cannot run on this {packages}, because functions it relies on behave differently:"]
     for number, finding in enumerate(findings, 1):
         patch = finding.patch
         lines.append(f"  {number}. {patch.target} ({patch.reason}): {finding.broken}.")
