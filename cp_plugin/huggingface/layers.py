@@ -22,7 +22,7 @@ from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.attention.convolution import short_convolution
 from cp_plugin.engine.common.eager import eager
 from cp_plugin.engine.core.mask import document_bounds
-from cp_plugin.huggingface.attention import Division, placed, refuse
+from cp_plugin.huggingface.attention import Division, refuse
 
 _running = threading.local()
 """``division``: whose layer runs in this thread."""
@@ -51,7 +51,7 @@ def gated_delta_rule(
         return value * (beta * g).unsqueeze(-1).to(value.dtype) + sum(repeated), None
     if key.size(2) != value.size(2):
         query, key = (x.repeat_interleave(value.size(2) // x.size(2), 2) for x in (query, key))
-    linear, bounds = _placed(division, query.size(1), cu_seqlens)
+    linear, bounds = _over_ranks(division, query.size(1), cu_seqlens)
     out = linear.linear_attention(
         *(x.transpose(0, 1) for x in (query, key, value, g)),
         beta=beta.transpose(0, 1),
@@ -74,7 +74,7 @@ def convolution(
     if division.probe is not None:
         out = x * weight[:, -1:] + (0 if bias is None else bias[:, None])
     else:
-        linear, bounds = _placed(division, x.size(2), cu_seq_lens_q)
+        linear, bounds = _over_ranks(division, x.size(2), cu_seq_lens_q)
         out = short_convolution(linear, x.permute(2, 0, 1), weight, bias, cu_seqlens=bounds).permute(1, 2, 0)
     if activation is None:
         return out
@@ -198,7 +198,7 @@ def lasp2(model: nn.Module, cp: ContextParallel) -> ContextParallel | None:
         return None
     if cp.size == 1:
         return ContextParallel("lasp2", group=None)
-    if cp.layout.cyclic:
+    if cp.layout.name not in ("zigzag", "contiguous"):
         raise ValueError(
             f"{', '.join(names)}: linear attention and convolutions need neighbouring tokens on the same rank, but the "
             f"layout is {cp.layout.name}: use zigzag or contiguous, such as "
@@ -210,8 +210,8 @@ def lasp2(model: nn.Module, cp: ContextParallel) -> ContextParallel | None:
     return linear
 
 
-def _placed(division: Division, tokens: int, cu_seqlens: Tensor | None) -> tuple[ContextParallel, Tensor | None]:
-    """The linear layers' ``ContextParallel`` for this call, and its documents' bounds.
+def _over_ranks(division: Division, tokens: int, cu_seqlens: Tensor | None) -> tuple[ContextParallel, Tensor | None]:
+    """The linear layers' ``ContextParallel``, and the bounds of this call's documents.
 
     Old versions of transformers do not pass the bounds on; ``Forward.check_output`` then allows one document only.
     """
@@ -219,7 +219,7 @@ def _placed(division: Division, tokens: int, cu_seqlens: Tensor | None) -> tuple
     bounds = division.call.documents
     if cu_seqlens is not None:
         bounds = document_bounds(cu_seqlens, tokens * division.cp.size)
-    return placed(division.linear, bounds), torch.tensor(bounds) if bounds else None
+    return division.linear, torch.tensor(bounds) if bounds else None
 
 
 def _normal(x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from cp_plugin.engine.linear import rules
 from cp_plugin.engine.linear.tokens import tokens_of
 from cp_plugin.engine.methods import fp8
 from cp_plugin.engine.methods.protocol import Kind, Provider
-from cp_plugin.engine.placement.documents import DOCUMENTS, get_layout
+from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.testing import verify as training
 from cp_plugin.testing.oracle import answer, make_inputs, relative_errors
 from cp_plugin.testing.verify import HALF_FACTOR, LIMITS, Result
@@ -91,10 +91,8 @@ def plan(chosen: Sequence[str | Provider], problems: Sequence[Problem], options:
 
 
 def _reason(setup: Setup) -> str | None:
-    """Return why the setup's prompts cannot be split into two chunks, or leave no single state; None if they can."""
+    """Return why the setup's prompts cannot be split into two chunks; None if they can."""
     n, size = setup.problem.seq_length, setup.problem.size
-    if setup.provider.kind == "linear" and setup.layout == DOCUMENTS.name:
-        return f"on the layout {DOCUMENTS.name!r} linear attention leaves no one state behind"
     if n >= (least := 2 * get_layout(setup.layout).divisor(size)):
         return None
     return (

@@ -208,14 +208,14 @@ class Fault(NamedTuple):
     message: str
     kind: str = "llama"
     provider: str = "ring"
+    layout: str | None = None
     ranks: int = 2
 
 
 ON_SHARDS = "would compute something else on shards: "
 FAULTS: dict[str, Fault] = {
-    "neighbours on other ranks": Fault(
-        sets(), "need neighbouring tokens on the same rank, but the layout is striped: use zigzag", "lfm2", "striped"
-    ),
+    "striped tokens": Fault(sets(), "need neighbouring tokens .* layout is striped: use zigzag", "lfm2", "striped"),
+    "placed tokens": Fault(sets(), "neighbouring tokens .* is documents: use zigzag", "lfm2", "needed", "documents"),
     **{
         f"layers of {kind}": Fault(sets(layer_types=["full_attention", kind]), f"does not support a layer of {kind}")
         for kind in ("chunked_attention", "mamba", "heavily_compressed_attention")
@@ -271,7 +271,7 @@ def test_a_planted_fault_is_found(name: str, dtype: torch.dtype, monkeypatch: py
     fault = FAULTS[name]
     model = model_of(fault.kind, dtype)
     fault.plant(model, monkeypatch)
-    text = refusal(model, fault.provider, fault.ranks)
+    text = refusal(model, fault.provider, fault.ranks, layout=fault.layout)
     assert re.search(fault.message, text), text
     assert model.training
 

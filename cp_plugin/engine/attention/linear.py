@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from cp_plugin.engine.comm import Mesh
 from cp_plugin.engine.common.eager import eager
 from cp_plugin.engine.common.first_order import first_order
 from cp_plugin.engine.common.recent import Recent
-from cp_plugin.engine.common.text import shortened
 from cp_plugin.engine.core.dtypes import accumulation_dtype
 from cp_plugin.engine.core.mask import document_bounds
 from cp_plugin.engine.core.options import Options
@@ -31,8 +29,7 @@ from cp_plugin.engine.core.values import dense
 from cp_plugin.engine.linear import kernels
 from cp_plugin.engine.linear.tokens import Tokens, tokens_of
 from cp_plugin.engine.methods import registry as providers
-from cp_plugin.engine.methods.protocol import Continued, Kind, Parts, Provider, Scan
-from cp_plugin.engine.placement.documents import Placement, placement_of
+from cp_plugin.engine.methods.protocol import Kind, Parts, Provider, Scan
 
 
 class Documents(NamedTuple):
@@ -40,22 +37,6 @@ class Documents(NamedTuple):
 
     starts: Tensor
     ends: Tensor
-
-
-@lru_cache(maxsize=64)
-def check_placed(placement: Placement, bounds: tuple[int, ...]) -> None:
-    """ValueError unless documents with these bounds lie within the documents that were placed.
-
-    A state does not pass from one placed document to the next, so a document may not either.
-    """
-    placed = tuple(accumulate(placement.documents, initial=0))
-    missing = sorted(set(placed[1:-1]).difference(bounds))
-    if missing:
-        raise ValueError(
-            f"these tokens were placed by documents with bounds {shortened(placed)}, and cu_seqlens "
-            f"{'is missing' if not bounds else f'{shortened(bounds)} lacks {shortened(missing)}'}: pass the cu_seqlens "
-            "that the pack was placed with, or place the pack with these"
-        )
 
 
 @lru_cache(maxsize=64)  # once per micro-batch, by its first layer
@@ -217,8 +198,8 @@ class LinearAttention(Sharding):
 
         Raises:
             ValueError: for a provider of softmax attention, shapes, dtypes or devices that do not fit, bounds that do
-                not increase from 0 to the length of the sequence or lack some of the placed documents', a log_decay
-                above 0, or a problem the provider does not support.
+                not increase from 0 to the length of the sequence, a log_decay above 0, or a problem or layout the
+                provider does not support.
         """
         problem = self._linear_problem(q, k, v, log_decay, beta, causal=causal, cu_seqlens=cu_seqlens, scale=scale)
         scan, parts = self.scan(problem, q.device)
@@ -259,8 +240,6 @@ class LinearAttention(Sharding):
             x = x._replace(k=x.k * kept, log_decay=None if x.log_decay is None else x.log_decay * kept)
             problem = replace(problem, decay="token" if problem.decay == "head" else problem.decay)
         scan, parts = self.scan(problem, k.device)
-        if not isinstance(scan, Continued):
-            raise ValueError(f"the {self.layout.name} layout leaves no single final state: use another layout")
         with torch.no_grad():
             out, after = scan.extend(fold(x, parts, None), state)
             return _joined(out.to(x.q.dtype), x, parts), after
@@ -268,31 +247,22 @@ class LinearAttention(Sharding):
     @as_called
     def scan(self, problem: Problem, device: torch.device) -> tuple[Scan, Parts]:
         """The composed method for a problem of linear attention, and the parts it is built around; ValueError for a
-        problem the provider does not support."""
+        problem or a layout that the provider does not support."""
 
         def composed() -> tuple[Scan, Parts]:
-            placement = placement_of(self.layout, problem.seq_length, self.size) if self.size > 1 else None
-            self.refuse(problem if placement is None else replace(problem, placed=self.layout))
-            packed = problem.documents or placement is not None
-            kernel = kernels.choose(self.options.backend, device, replace(problem, documents=packed)).kernel
-            if placement is None:
-                segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
-                parts = Parts.from_segments(problem, segments, kernel)
-            else:
-                parts = Parts.from_placement(placement, self.index, kernel, device)
+            providers.check_layout(self.provider, self.layout)
+            self.refuse(problem)
+            kernel = kernels.choose(self.options.backend, device, problem).kernel
+            segments = [self.layout.segments(problem.seq_length, self.size, number) for number in self.numbers]
+            parts = Parts.from_segments(problem, segments, kernel)
             return self.provider.build(self.mesh, parts, problem, self.options), parts
 
         return self._scans.get((problem, device, self.options), composed)
 
     def _documents(self, seq_length: int, cu_seqlens: Tensor | None, device: torch.device) -> Documents | None:
-        """Which of this rank's tokens begin and end documents, without waiting for the device.
-
-        ValueError for bounds that are none, or under which a document reaches into another of this pack's layout.
-        """
+        """Which of this rank's tokens begin and end documents, without waiting for the device; ValueError for bounds
+        that are none."""
         bounds = document_bounds(cu_seqlens, seq_length)
-        placement = placement_of(self.layout, seq_length, self.size) if self.size > 1 else None
-        if placement is not None:
-            check_placed(placement, bounds)
         if cu_seqlens is None:
             return None
         positions = self.positions(seq_length, device)

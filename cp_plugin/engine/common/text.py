@@ -65,8 +65,3 @@ def wrap_for_terminal(text: str, stream: TextIO) -> str:
         textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""] for line in text.split("\n")
     ]
     return "\n".join(part for parts in lines for part in parts)
-
-
-def shortened(numbers: Sequence[int], most: int = 8) -> str:
-    """``0, 5, 48``, with an ellipsis for what does not fit."""
-    return ", ".join(map(str, numbers[:most])) + (", ..." if len(numbers) > most else "")

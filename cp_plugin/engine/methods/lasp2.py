@@ -12,26 +12,25 @@ matrix, as large as a state. A rank has one segment, on zigzag tokens two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from cp_plugin.engine.comm import Mesh, Pending
-from cp_plugin.engine.core.layout import Layout
 from cp_plugin.engine.core.options import Options
 from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.linear import scan
 from cp_plugin.engine.linear.tokens import Tokens
-from cp_plugin.engine.methods.lasp2_placed import AXIS, Placed, most_cuts
 from cp_plugin.engine.methods.protocol import Formula, Parts, Provider, Scan
-from cp_plugin.engine.placement.documents import DOCUMENTS, get_layout, placement_of
+
+AXIS = "cp"
 
 
 @dataclass(frozen=True, slots=True)
 class Lasp2:
-    """A ``Continued`` scan that carries states between segments while the local kernel runs.
+    """A ``Scan`` that carries states between segments while the local kernel runs.
 
     One all-gather of all states in each pass, then a prefix scan on every rank; ``_carry`` may be another way.
     """
@@ -143,8 +142,6 @@ def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _build(mesh: Mesh, parts: Parts, problem: Problem, options: Options) -> Scan:
-    if parts.cuts is not None:
-        return Placed(mesh, parts)
     return Summed(mesh, parts) if problem.summed else Lasp2(mesh, parts)
 
 
@@ -152,26 +149,14 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
     """Each rank's states to all others in each pass, with ``factor`` where it varies."""
     if problem.size == 1:
         return {}
-    placement = placement_of(_layout(problem, options), problem.seq_length, problem.size)
-    if placement is not None:
-        problem, states = replace(problem, documents=True), most_cuts(placement.cuts())
-    else:
-        states = 1 if problem.summed else segments_of(options) * (1 if problem.causal else 2)
+    states = 1 if problem.summed else segments_of(options) * (1 if problem.causal else 2)
     columns = problem.v_head_dim + problem.transit_columns
     sent = (problem.size - 1) * states * state_rows(problem) * columns * problem.wide
-    return {(phase, AXIS): sent for phase in ("forward", "backward") if sent}
-
-
-def _layout(problem: Problem, options: Options) -> Layout:
-    return problem.placed or get_layout(options.layout or LASP2.layouts[0])
+    return {(phase, AXIS): sent for phase in ("forward", "backward")}
 
 
 def _unsupported(problem: Problem, options: Options) -> str | None:
-    if problem.delta and not problem.causal:
-        return "the delta rule is only defined with a causal mask"
-    if problem.causal or _layout(problem, options).name != DOCUMENTS.name:
-        return None
-    return f"on the layout {DOCUMENTS.name!r} it needs a causal mask"
+    return "the delta rule is only defined with a causal mask" if problem.delta and not problem.causal else None
 
 
 def segments_of(options: Options) -> int:
@@ -193,7 +178,7 @@ LASP2 = Provider(
     name="lasp2",
     kind="linear",
     summary="LASP-2 (arXiv 2502.07563): one all-gather of chunk states in each pass",
-    layouts=("contiguous", "zigzag", "documents"),
+    layouts=("contiguous", "zigzag"),
     build=_build,
     traffic=_traffic,
     unsupported=_unsupported,

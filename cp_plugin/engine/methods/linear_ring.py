@@ -94,7 +94,6 @@ PROVIDERS = (
         replace(
             LASP2,
             name="linear_ring",
-            layouts=("contiguous", "zigzag"),
             summary="linear attention as a ring of keys and values, left products; the baseline of LASP-2's paper",
             build=lambda mesh, parts, problem, options: LinearRing(mesh, parts),
             traffic=RING.traffic,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Sums
 from cp_plugin.engine.linear.kernels import Kernel
 from cp_plugin.engine.linear.tokens import Tokens
-from cp_plugin.engine.placement.documents import Cut, Placement
 
 Kind = Literal["softmax", "linear"]
 
@@ -59,13 +58,8 @@ class Scan(Protocol):
         """Gradients of ``Tokens.differentiable``."""
         ...
 
-
-@runtime_checkable
-class Continued(Scan, Protocol):
-    """A scan that also has the state after the last token, for generation."""
-
     def extend(self, x: Tokens, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Outputs of causal tokens, and the state after the last one on every rank.
+        """For generation: outputs of causal tokens, and the state after the last one on every rank.
 
         initial: the state before the first token, ``[b, g, d, e]``; None: zero.
         """
@@ -168,11 +162,6 @@ class Parts:
     """All segments have the same ``factor``, so it need not travel."""
     segments: int = 1
     """Of each rank; s = segments * t."""
-    cuts: tuple[tuple[Cut, ...], ...] | None = None
-    """On placed tokens, the pieces of the documents that are cut; None on other layouts. A rank then has one segment of
-    all its pieces, each of which starts from a zero state."""
-    pieces: Tensor | None = None
-    """bool ``[t]``: the tokens of this rank that start a piece; None as above."""
 
     @staticmethod
     def from_segments(problem: Problem, segments: Sequence[Segments], kernel: Kernel) -> Parts:
@@ -186,16 +175,6 @@ class Parts:
             uniform=problem.uniform,
             segments=len(numbered) // len(segments),
         )
-
-    @staticmethod
-    def from_placement(placement: Placement, index: int, kernel: Kernel, device: torch.device) -> Parts:
-        """Make the parts of tokens placed by document; index: this rank's number."""
-        own = placement.rank == index
-        lengths = placement.stop[own] - placement.start[own]
-        pieces = torch.zeros(int(lengths.sum()), dtype=torch.bool)
-        pieces[torch.from_numpy(lengths.cumsum() - lengths)] = True
-        order = tuple(range(placement.size))
-        return Parts(kernel=kernel, order=order, cuts=placement.cuts(), pieces=pieces.to(device))
 
     def fold(self, y: Tensor | None, backwards: Tensor | None = None) -> Tensor | None:
         """Token dimension to batch: ``[s, b, ...] -> [t, directions * segments * b, ...]``.

@@ -188,9 +188,14 @@ def unsupported(provider: Provider, problem: Problem, options: Options) -> str |
 def layout_for(provider: Provider, options: Options) -> Layout:
     """The requested token layout, or the provider's default; ValueError if it does not exist or is not supported."""
     layout = get_layout(options.layout or provider.layouts[0])
+    check_layout(provider, layout)
+    return layout
+
+
+def check_layout(provider: Provider, layout: Layout) -> None:
+    """ValueError, which lists the valid ones, for a layout that the provider does not support."""
     if layout.name not in provider.layouts:
         raise ValueError(
             f"provider {provider.name!r} does not run on the {layout.name} layout: use "
             f"{spelled(LAYOUT, *provider.layouts)}"
         )
-    return layout

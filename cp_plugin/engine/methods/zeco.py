@@ -121,7 +121,6 @@ def _traffic(problem: Problem, options: Options, index: int) -> Formula:
 LASP1 = replace(
     LASP2,
     name="lasp1",
-    layouts=("contiguous", "zigzag"),
     summary="LASP (arXiv 2404.02882): one state, passed from rank to rank; a baseline",
     build=lambda mesh, parts, problem, options: InTurn(mesh, parts),
     traffic=_traffic,

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,16 +25,6 @@ from cp_plugin.engine.core.layout import LAYOUTS, Layout, Segments
 from cp_plugin.engine.core.spelling import spelled
 from cp_plugin.engine.placement.filling import fill
 from cp_plugin.engine.placement.pairs import Ints, Pairs, busy, traffic
-
-
-class Cut(NamedTuple):
-    """A piece of a cut document: rows ``start .. stop - 1`` of a rank's shard."""
-
-    rank: int
-    number: int
-    """Index among its rank's pieces of cut documents."""
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +71,6 @@ class Placement:
         ends = zip((first + self.start[own]).tolist(), (first + self.stop[own]).tolist(), strict=True)
         return tuple(range(start, stop) for start, stop in ends)
 
-    def cuts(self) -> tuple[tuple[Cut, ...], ...]:
-        """The pieces of every cut document, in token order."""
-        cut_documents: dict[int, list[tuple[int, Cut]]] = {}
-        last, row, number = -1, 0, 0
-        for document, start, stop, rank in zip(
-            *(x.tolist() for x in (self.document, self.start, self.stop, self.rank)), strict=True
-        ):
-            if rank != last:
-                last, row, number = rank, 0, 0
-            if stop - start < self.documents[document]:
-                cut_documents.setdefault(document, []).append((start, Cut(rank, number, row, row + stop - start)))
-                number += 1
-            row += stop - start
-        return tuple(tuple(cut for _, cut in sorted(pieces)) for _, pieces in sorted(cut_documents.items()))
-
     def work(self) -> Ints:
         """Visible (query, key) pairs per rank: ``[size]``."""
         work = np.zeros(self.size, np.int64)
@@ -122,14 +96,6 @@ class Placement:
     @property
     def _begin(self) -> Ints:
         return np.cumsum((0, *self.documents))
-
-
-def placement_of(layout: Layout, seq_length: int, size: int) -> Placement | None:
-    """The placement behind a ``documents`` layout (of its pack, or of a single document); None for others."""
-    if layout.name != DOCUMENTS.name:
-        return None
-    made = layout.place
-    return made if isinstance(made, Placement) else _place((seq_length,), size, 1, None)
 
 
 def place(documents: Sequence[int], size: int, *, per_host: int = 1, left: int | None = None) -> Placement:

@@ -18,7 +18,6 @@ from oracle import relative_error
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
-from cp_plugin.engine.attention.packs import place_documents
 from cp_plugin.engine.comm import Mesh, TraceMesh, run_threads
 from cp_plugin.engine.linear import kernels, recurrence, rules
 from cp_plugin.engine.linear.segment import recomputed
@@ -45,8 +44,8 @@ def hops_that_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zeco, "_HOP_BYTES", {"nccl": 200, "gloo": 200})
 
 
-def described(case: LinearCase, size: int, **more: Any) -> Problem:
-    return replace(case, size=size, dtype=torch.float64, bounds=(), **more)
+def described(case: LinearCase, size: int) -> Problem:
+    return replace(case, size=size, dtype=torch.float64, bounds=())
 
 
 def refused(provider: str, case: LinearCase, layout: str) -> bool:
@@ -141,25 +140,6 @@ def test_bytes_of_every_call(provider: str, layout: str) -> None:
             assert read_ledger(trace) == expected, case
 
 
-@decays
-@both_rules
-@pytest.mark.parametrize("size", [2, 4])
-def test_placed_documents(decay: Any, delta: bool, size: int) -> None:
-    """Two documents are longer than a rank's share, the others whole; ledger = formula, to the byte."""
-    case = LinearCase(decay=decay, delta=delta, documents=True, bounds=(0, 3, 50, 53, 60, 96))
-
-    def rank(mesh: Mesh) -> tuple[list[Tensor], Formula, list[Any]]:
-        return measured(place_documents(ContextParallel("lasp2", mesh=mesh, layout="documents"), case.cu_seqlens), case)
-
-    ranks, ledgers, _ = zip(*run_threads(rank, {"cp": size}), strict=True)
-    for got in summed(list(ranks), case):
-        assert max(map(relative_error, got, case.want())) <= 1e-9
-    placed = place([3, 47, 3, 7, 36], size).layout
-    formula = providers.get("lasp2").traffic(described(case, size, placed=placed), Options(), 0)
-    assert set(ledgers[0]) == {("forward", "cp"), ("backward", "cp")}
-    assert all(sent == formula for sent in ledgers)
-
-
 @pairs_at_night
 @decays
 @pytest.mark.parametrize(("provider", "layout"), [("lasp2", "zigzag"), ("zeco", "contiguous"), ("lasp1", "zigzag")])
@@ -201,24 +181,33 @@ def test_one_rank_needs_no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(map(relative_error, attend(ContextParallel("lasp2"), case), case.want())) <= 1e-9
 
 
-@pytest.mark.parametrize("layout", ["documents", "zigzag"])
-def test_uncut_documents_send_no_states(layout: str) -> None:
-    """And have no state from behind them, whatever the layout from which they were placed."""
-    case = LinearCase(decay="key", documents=True, bounds=(0, 24, 48, 72, 96))
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bounds_of_either_dtype(dtype: torch.dtype) -> None:
+    bounds = torch.tensor((0, 7, 20, 31, 40, 48), dtype=dtype)
+    x = torch.randn(48, 1, 2, 8, dtype=torch.float64)
+    alone = ContextParallel("lasp2").linear_attention(x, x, x, cu_seqlens=bounds)
 
-    def rank(mesh: Mesh) -> tuple[list[Tensor], int]:
-        cp = place_documents(ContextParallel("lasp2", mesh=mesh, layout=layout), case.cu_seqlens)
-        results = run_on_shards(cp, case)
-        sent = len(mesh.ledger.entries())
-        with pytest.raises(ValueError, match="'documents' it needs a causal mask"):
-            cp.linear_attention(*results[1:4], causal=False, cu_seqlens=case.cu_seqlens)
-        with pytest.raises(ValueError, match="leaves no single final state"):
-            cp.extend_linear(*results[1:4])
-        return whole(cp, results), sent
+    def rank(mesh: Mesh) -> Tensor:
+        cp = ContextParallel("lasp2", mesh=mesh, layout="zigzag")
+        y = cp.shard(x)
+        return cp.unshard(cp.linear_attention(y, y, y, cu_seqlens=bounds))
 
-    ranks, sent = zip(*run_threads(rank, {"cp": 4}), strict=True)
-    assert set(sent) == {0}
-    assert max(max(map(relative_error, got, case.want())) for got in ranks) <= 1e-9
+    for got in run_threads(rank, {"cp": 2}):
+        torch.testing.assert_close(got, alone)
+
+
+@pytest.mark.parametrize("provider", providers.names("linear"))
+def test_tokens_placed_by_document_are_refused(provider: str) -> None:
+    """By the object, whatever the layout that it was made with."""
+    x = torch.randn(48, 1, 2, 8)
+
+    def rank(mesh: Mesh) -> None:
+        cp = ContextParallel(provider, mesh=mesh).with_layout(place([5, 43], 2).layout)
+        for call in (cp.linear_attention, cp.extend_linear):
+            with pytest.raises(ValueError, match=r"does not run on the documents layout.*contiguous' or 'zigzag'"):
+                call(*[cp.shard(x)] * 3)
+
+    run_threads(rank, {"cp": 2})
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -315,7 +304,8 @@ def linear(provider: str) -> Any:
 REFUSED = {
     "'lasp2' is for linear attention: for softmax.* ring": lambda q: by("lasp2").attention(q, q, q),
     "'ring' is for softmax attention: .* lasp2": lambda q: linear("ring")(q, q, q),
-    "does not run on the striped layout.*contiguous', 'zigzag'": lambda q: by("lasp2", layout="striped"),
+    "does not run on the striped layout.*contiguous' or 'zigzag'": lambda q: by("lasp2", layout="striped"),
+    "does not run on the documents layout.*contiguous' or 'zigzag'": lambda q: by("lasp2", layout="documents"),
     "^head_parallel=2 has no effect with lasp2": lambda q: by("lasp2", head_parallel=2),
     "backend='sdpa': choose one of auto, fla, ch": lambda q: by("lasp2", backend="sdpa"),
     r"log_decay has shape \(2, 4\)": lambda q: linear("lasp2")(q, q, q, q[0, 0]),
