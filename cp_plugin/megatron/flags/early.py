@@ -10,8 +10,10 @@ import argparse
 import math
 import os
 import re
+import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NoReturn
 
 from cp_plugin.engine.common.names import not_one_of
@@ -102,6 +104,13 @@ def _check_ranks(parsed: argparse.Namespace, ranks: int, start: str) -> None:
             f"{'was' if ranks == 1 else 'were'} started: use {start.format(ranks=total)}, or torchrun --nproc-per-node "
             f"{total} without --nproc"
         )
+
+
+def reason(error: Exception) -> str:
+    """Why the validation of the flags fails, in one line: the message, or else the line of code that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    said = " ".join(str(error).split()).rstrip(".") or last.line
+    return f"the flags are refused: {said} ({'/'.join(Path(last.filename).parts[-3:])}:{last.lineno})"
 
 
 _NUMBERS = {"int": "a whole number", "float": "a number"}

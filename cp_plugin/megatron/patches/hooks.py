@@ -26,7 +26,7 @@ from cp_plugin.engine.common.text import group_ranks, ranks_named
 from cp_plugin.megatron import groups, runtime
 from cp_plugin.megatron.compat import megatron_version
 from cp_plugin.megatron.cpu import mode as cpu
-from cp_plugin.megatron.flags import args, early, stops
+from cp_plugin.megatron.flags import args, early
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.mixers import fp8_scaling, modelopt, spec, table
 from cp_plugin.megatron.patches import batch, loss, mtp, padding, patching, rope
@@ -196,7 +196,7 @@ def _validate_args(call: Call) -> argparse.Namespace:
         except Exception as error:
             if refusals.message_of(error) is not None:
                 raise
-            raise ValueError(stops.reason(error, call["args"])) from error
+            raise ValueError(early.reason(error)) from error
 
 
 def start(settings: Settings, model: Model | None = None, parsed: argparse.Namespace | None = None) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from cp_plugin.engine.common import refusals
 from cp_plugin.engine.common.versions import require_megatron
-from cp_plugin.megatron.flags import early, stops
+from cp_plugin.megatron.flags import early
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.patches import patching
 from cp_plugin.megatron.planned import sizes
@@ -68,7 +68,7 @@ def with_arguments[T](flags: list[str], use: Callable[[argparse.Namespace, Setti
         except SystemExit:
             return ValueError(out.getvalue().strip().rpartition("\n")[2] or "Megatron exits")
         except Exception as error:
-            return ValueError(refusals.message_of(error) or stops.reason(error))
+            return ValueError(refusals.message_of(error) or early.reason(error))
 
 
 def _validated(flags: list[str]) -> tuple[argparse.Namespace, Settings]:

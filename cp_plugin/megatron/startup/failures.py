@@ -32,7 +32,6 @@ from cp_plugin.engine.comm import MessageError, group
 from cp_plugin.engine.comm.alarm import EXIT_STATUS, Alarm
 from cp_plugin.engine.common import background, refusals
 from cp_plugin.engine.common.text import ranks_named
-from cp_plugin.megatron.flags import stops
 from cp_plugin.megatron.state import STATE
 
 _DOING = {  # Megatron's function -> activity; the innermost counts
@@ -76,8 +75,8 @@ def _give_up_after(alarm: Alarm, limit: float) -> None:
 def told() -> Iterator[None]:
     """Report an error that ends the ``with`` block to the other ranks, print the joint report, and re-raise.
 
-    Not a refusal in the first step or before: all ranks refuse, and its message says all. An error of Megatron's own
-    until then becomes a refusal in one line (``stops``), as does its exit with status 0 while it handles one.
+    Not a refusal in the first step or before: all ranks refuse, and its message says all. An exit with status 0 while
+    Megatron handles an error becomes that error.
     """
     try:
         yield
@@ -89,22 +88,12 @@ def told() -> Iterator[None]:
             raise
         if isinstance(error, SystemExit) and error.code in (None, 0):
             raise
-        frames = [f for e in dict.fromkeys((raised, error)) for f, _ in traceback.walk_tb(e.__traceback__)]
-        doing = ", ".join(_place(frames)[:2] if finished_steps() is None else ["the first step", *_place(frames)[1:2]])
-        said = None
-        if not finished_steps() and stops.stopped(error) and not os.environ.get(stops.WHOLE):
-            why = stops.reason(error, global_vars._GLOBAL_ARGS, summary(error))
-            cause = f", from {type(error.__cause__).__name__}: {error.__cause__}" if error.__cause__ else ""
-            said = f"Megatron fails ({doing}): {why}{cause}. {stops.WHOLE}=1 shows the traceback"
         if STATE.alarm is not None:
-            story = described(error)
             with _sigterm_waits():  # torchrun kills the others as soon as one has failed
-                report = STATE.alarm.give(story)
-            if report is not None and not (said and report.endswith(story) and report.count("\n") == 1):
+                report = STATE.alarm.give(described(error))
+            if report is not None:
                 error.add_note(report)
                 print(f"cp_plugin: {report}", file=sys.stderr, flush=True)
-        if said is not None:
-            raise ValueError(said) from error
         if error is not raised:
             raise error from None
         raise
