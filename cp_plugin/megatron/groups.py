@@ -32,7 +32,7 @@ from cp_plugin.engine.methods.registry import Resolved
 from cp_plugin.megatron import runtime
 from cp_plugin.megatron.flags.args import Settings
 from cp_plugin.megatron.rules import checks
-from cp_plugin.megatron.state import STATE, Model
+from cp_plugin.megatron.state import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,7 @@ def create(
         have = {axis: cp_group for axis, n in axes.items() if kind == "linear" and n == size > 1}
         own = have | _make(options, places, axes, extra, without=have)
         mesh = GroupMesh(axes, own, cp_group.rank(), by_kind["softmax"].mesh.ledger if "softmax" in by_kind else None)
-        mesh.watch = STATE.messages
-        connect(mesh.groups, mesh.watch, collective=resolved.provider.collective_axes)
+        connect(mesh.groups, collective=resolved.provider.collective_axes)
         if kind == "softmax":
             resolved = replace(resolved, problem=resolved.problem.with_transport(hosts=own_place.hosts))
         by_kind[kind] = ContextParallel(resolved, group=cp_group, mesh=mesh)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from cp_plugin.engine.attention.api import ContextParallel
-from cp_plugin.engine.comm import Watch
 from cp_plugin.engine.comm.alarm import Alarm
 from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.methods.protocol import Kind
@@ -83,7 +82,6 @@ class State:
     """Target of a patch -> its ``patching.Finding``."""
     leave_cpu: contextlib.ExitStack | None = None  # undoes CPU mode while it is on
     alarm: Alarm | None = None  # exchanges failure reports with the other ranks
-    messages: Watch = field(default_factory=Watch)  # messages of the plugin that this rank waits for
     quantized: WeakKeyDictionary[torch.nn.Module, ReferenceType[torch.nn.Module]] = field(
         default_factory=WeakKeyDictionary
     )

@@ -1,21 +1,19 @@
-"""Threads beside the main one: on its device, and silent towards CUDA until something is overdue."""
+"""Threads beside the main one: on its device."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from equipment.cuda.device import CUDA, CaptureError, FakeCuda, Start
+from equipment.cuda.device import CUDA, FakeCuda, Start
 from nightly import each_value
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.engine.attention.calls import Inputs, call_through_autograd, settled
-from cp_plugin.engine.comm import Mesh, Watch, run_threads
+from cp_plugin.engine.comm import Mesh, run_threads
 from cp_plugin.engine.common import background
 from cp_plugin.engine.methods import registry as providers
 
@@ -25,10 +23,6 @@ MINE = 3
 
 @pytest.fixture
 def device(gpu: Start) -> FakeCuda:
-    return start_on_own_device(gpu)
-
-
-def start_on_own_device(gpu: Start) -> FakeCuda:
     started = gpu()
     torch.cuda.set_device(MINE)
     return started
@@ -39,10 +33,6 @@ def elsewhere[T](call: Callable[[], T]) -> T:
     results: list[T] = []
     background.start(lambda: results.append(call()), "elsewhere").join()
     return results[0]
-
-
-def queries(device: FakeCuda) -> set[tuple[str, int]]:
-    return {(touch.thread, touch.device) for touch in device.touched if touch.call == "Event.query"}
 
 
 def test_a_thread_starts_on_device_0(device: FakeCuda) -> None:
@@ -131,73 +121,3 @@ def test_cuda_is_not_initialized_for_a_thread(monkeypatch: pytest.MonkeyPatch) -
     for name in ("current_device", "set_device"):
         monkeypatch.setattr(torch.cuda, name, None)
     assert elsewhere(lambda: 5) == 5
-
-
-def test_of_a_healthy_run_another_thread_asks_nothing(device: FakeCuda) -> None:
-    """So that it cannot invalidate the capture of a graph."""
-    watch = Watch()
-    for _ in range(3):
-        watch.mark_wait(lambda: "a message")
-    with device.capturing():
-        assert elsewhere(lambda: watch.overdue(1000)) is None
-        with pytest.raises(CaptureError):
-            watch.overdue(0)
-    assert queries(device) == {("MainThread", MINE)}
-
-
-def test_the_oldest_message_is_overdue(device: FakeCuda) -> None:
-    """In the stream, or where the host waits."""
-    watch = Watch()
-    device.running = False
-    with watch.blocking(lambda: "the first"):
-        watch.mark_wait(lambda: "the second")
-        assert watch.overdue(0) == "the first has not ended after 0 s"
-    watch.mark_wait(lambda: "the third")
-    with watch.blocking(lambda: "the fourth"):
-        assert watch.overdue(1000) is None
-        assert watch.overdue(0) == "the second has not ended after 0 s"
-        device.running = True
-        assert watch.overdue(0) == "the fourth has not ended after 0 s"
-    assert watch.overdue(0) is None
-
-
-def test_what_is_kept_are_the_messages_under_way(device: FakeCuda) -> None:
-    watch = Watch()
-    device.running = False
-    for _ in range(5):
-        watch.mark_wait(lambda: "a message")
-    assert len(watch._in_stream) == 5
-    before = len(device.touched)
-    device.running = True
-    watch.mark_wait(lambda: "the last")
-    assert len(watch._in_stream) == 1
-    assert [touch.call for touch in device.touched[before:]] == ["Event.record", *["Event.query"] * 5]
-
-
-def test_a_message_that_does_not_end_is_found_on_the_right_device(gpu: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the thread that ``failures.watch`` starts, which ends the process."""
-    from cp_plugin.megatron.startup import failures
-    from cp_plugin.megatron.state import State
-
-    device, reports = start_on_own_device(gpu), list[str]()
-    ended = threading.Event()
-
-    class Alarm:
-        def __init__(self, *unused: Any) -> None: ...
-
-        def give(self, story: str) -> None:
-            reports.append(story)
-
-    monkeypatch.setattr(failures, "STATE", State())
-    monkeypatch.setattr(failures, "Alarm", Alarm)
-    monkeypatch.setattr(failures.distributed_c10d, "_get_default_store", lambda: None)
-    for name, value in (("is_initialized", True), ("get_world_size", 8), ("get_rank", MINE)):
-        monkeypatch.setattr(failures.dist, name, lambda value=value: value)
-    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
-    device.running = False
-    failures.STATE.messages.mark_wait(lambda: "forward exchange along 'cp' with rank 2")
-    failures.watch(timeout=0.02)
-    assert ended.wait(20)
-    assert "forward exchange along 'cp' with rank 2 has not ended after 0 s" in reports[0]
-    assert queries(device) == {("cp_plugin_overdue", MINE)}
-    assert device.contexts == {MINE}

@@ -51,7 +51,7 @@ def _meet(cp: ContextParallel) -> None:
             f"a shift needs a process group of all {mesh.size} ranks, but this mesh only has {sorted(mesh.groups)}: "
             f"create it with the group {WHOLE!r} too, or pass group= to ContextParallel instead of a mesh"
         )
-    connect({WHOLE: group}, mesh.watch)  # a shift may be between some of the ranks only
+    connect({WHOLE: group})  # a shift may be between some of the ranks only
     mesh.groups[WHOLE] = group
 
 

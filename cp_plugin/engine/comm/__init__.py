@@ -19,4 +19,3 @@ from cp_plugin.engine.comm.mesh import flat_index as flat_index
 from cp_plugin.engine.comm.mesh import sums as sums
 from cp_plugin.engine.comm.threads import ThreadMesh as ThreadMesh
 from cp_plugin.engine.comm.threads import run_threads as run_threads
-from cp_plugin.engine.comm.watch import Watch as Watch

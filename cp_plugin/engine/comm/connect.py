@@ -13,13 +13,10 @@ An operation also allocates the buffers of NCCL's algorithm for it, so the first
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from cp_plugin.engine.comm.watch import Watch
 from cp_plugin.engine.common.text import ranks_named
 from cp_plugin.engine.core.problem import Network
 
@@ -28,15 +25,12 @@ class ConnectError(RuntimeError):
     """A process group whose ranks cannot reach each other."""
 
 
-def connect(
-    groups: Mapping[str, dist.ProcessGroup | None], watch: Watch | None = None, *, collective: Collection[str] = ()
-) -> None:
+def connect(groups: Mapping[str, dist.ProcessGroup | None], *, collective: Collection[str] = ()) -> None:
     """Run the first operation of every group. Collective over each, in the given order. ConnectError naming the group
     and its ranks, if one of them is gone or does not join within the timeout.
 
     Args:
         groups: purpose -> group, in the same order on ranks that share groups; None and groups of one rank are skipped.
-        watch: told of each group while it is connecting.
         collective: purposes that need collectives; the ranks of all others send each other messages.
     """
     for name, group in groups.items():
@@ -44,8 +38,7 @@ def connect(
             continue
         called = f"the process group {name!r} of {ranks_named(dist.get_process_group_ranks(group))}"
         try:
-            with nullcontext() if watch is None else watch.blocking(partial(str, f"connecting {called}")):
-                answers = (_all_sizes if name in collective else _size_below)(group)
+            answers = (_all_sizes if name in collective else _size_below)(group)
         except RuntimeError as error:
             raise ConnectError(
                 f"{called} cannot connect from rank {dist.get_rank()}: {error}; all of these ranks must be up and "

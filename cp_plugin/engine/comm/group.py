@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from cp_plugin.engine.comm.connect import connect
 from cp_plugin.engine.comm.mesh import Ledger, Mesh, Pending, Tensors, axis_groups
-from cp_plugin.engine.comm.watch import Watch
 from cp_plugin.engine.common.text import ranks_named
 
 # torch 2.13 renamed both and warns at the old names
@@ -52,9 +50,6 @@ class MessageError(RuntimeError):
 
 class GroupMesh(Mesh):
     """One process group per axis, made by the caller (Megatron's ``create_group``) or by ``from_group``."""
-
-    watch: Watch | None = None
-    """Told of every message while it is posted, and while a CUDA stream waits for it."""
 
     def __init__(
         self,
@@ -124,14 +119,13 @@ class GroupMesh(Mesh):
     def _deliver(
         self, verb: str, axis: str, tensors: Sequence[Tensor], post: Callable[..., Pending], *ends: int | None
     ) -> Pending:
-        phase, on_cuda = self.ledger.current_phase, tensors[0].is_cuda
+        phase = self.ledger.current_phase
 
         def named() -> Named:
             return self.name(phase, verb, axis, ends)
 
-        try:  # NCCL makes the host wait here where it has to connect ranks
-            with nullcontext() if self.watch is None else self.watch.blocking(named):
-                pending = super()._deliver(verb, axis, tensors, post, *ends)
+        try:
+            pending = super()._deliver(verb, axis, tensors, post, *ends)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -139,12 +133,9 @@ class GroupMesh(Mesh):
 
         def finish() -> Tensors:
             try:
-                received = pending.wait()
+                return pending.wait()
             except RuntimeError as error:
                 raise MessageError(named(), error) from error
-            if self.watch is not None and on_cuda:
-                self.watch.mark_wait(named)
-            return received
 
         return Pending(finish)
 

@@ -47,7 +47,7 @@ def replace_initialize_model_parallel(call: Call) -> None:
     """Replacement for ``initialize_model_parallel``: compare the ranks' flags, create the plugin's groups."""
     STATE.by_ranks.clear()  # of groups that were destroyed meanwhile
     rope.forget_cached_embeddings()
-    failures.watch(60.0 * call["distributed_timeout_minutes"])
+    failures.exchange_reports()
     require_same_flags()
     call.original()
     if runtime.settings().active:

@@ -6,8 +6,8 @@
 
 Nothing is tracked in advance: activity and collective are read from Python's stack once something has failed.
 
-On CUDA a missing message raises no error: the program waits for the device elsewhere until NCCL's watchdog ends it.
-A thread looks for overdue messages before that and reports them in the same way.
+On CUDA a missing message raises no error: the program waits for the device elsewhere until NCCL's watchdog ends it, and
+torch's flight recorder names the message (``TORCH_NCCL_TRACE_BUFFER_SIZE``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import re
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -29,8 +28,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import CheckpointException
 
 from cp_plugin.engine.comm import MessageError, group
-from cp_plugin.engine.comm.alarm import EXIT_STATUS, Alarm
-from cp_plugin.engine.common import background, refusals
+from cp_plugin.engine.comm.alarm import Alarm
+from cp_plugin.engine.common import refusals
 from cp_plugin.engine.common.text import ranks_named
 from cp_plugin.megatron.state import STATE
 
@@ -51,24 +50,13 @@ _DOING = {  # Megatron's function -> activity; the innermost counts
 _SELFCHECK = "cp_plugin.megatron.selfcheck.step"
 ENDS = (Exception, CheckpointException)
 """Errors that end a run; torch's checkpoint error is not an ``Exception``."""
-_PART_OF_TIMEOUT = 0.9  # a message is overdue after this part of the timeout, before NCCL's watchdog acts
 
 
-def watch(timeout: float) -> None:
-    """Exchange failure reports with the other ranks from now on; timeout: of the process groups, in seconds."""
+def exchange_reports() -> None:
+    """Exchange failure reports with the other ranks from now on."""
     if STATE.alarm is None and dist.is_initialized() and dist.get_world_size() > 1:
         store = distributed_c10d._get_default_store()
         STATE.alarm = Alarm(store, dist.get_rank(), dist.get_world_size(), _where_main_thread_is)
-        background.start(_give_up_after, "cp_plugin_overdue", STATE.alarm, timeout * _PART_OF_TIMEOUT)
-
-
-def _give_up_after(alarm: Alarm, limit: float) -> None:
-    """End this rank, and thereby all, once a message is overdue by this limit in seconds."""
-    while (overdue := STATE.messages.overdue(limit)) is None:
-        time.sleep(min(5.0, limit / 20))
-    report = alarm.give(f"{_where_main_thread_is()}: {overdue}")
-    print(f"cp_plugin: {report or overdue}", file=sys.stderr, flush=True)
-    os._exit(EXIT_STATUS)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from equipment.nccl import lazy
 
-from cp_plugin.engine.comm import WHOLE, ConnectError, GroupMesh, Watch, connect, group, sums
+from cp_plugin.engine.comm import WHOLE, ConnectError, GroupMesh, connect, group, sums
 from cp_plugin.testing.launch import run_ranks
 
 AXES = {"slow": 2, "fast": 3}
@@ -98,24 +98,6 @@ def test_every_nccl_group_has_options_of_its_own(monkeypatch: pytest.MonkeyPatch
     GroupMesh.from_group(AXES, stand_in([0, 1, 2, 3, 4, 5]), (WHOLE, sums("fast")))
     assert len(options) == len(set(map(id, options))) == 3
     assert all(one.is_high_priority_stream for one in options)
-
-
-def test_a_message_is_named_while_it_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL may make the host wait there until the other rank posts its own."""
-
-    def rank() -> list[str | None]:
-        mesh = GroupMesh.from_group({"cp": 2}, dist.group.WORLD)
-        mesh.watch = watch = Watch()
-        names, batch = [watch.overdue(0)], dist.batch_isend_irecv
-        monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: names.append(watch.overdue(0)) or batch(ops))
-        with mesh.ledger.phase("backward"):
-            posted = mesh.shift("cp", (torch.ones(1),))
-        names.append(watch.overdue(0))
-        posted.wait()
-        return names
-
-    named = "backward exchange along 'cp' with rank {} has not ended after 0 s"
-    assert run_ranks(rank, 2, init_process_group=True) == [[None, named.format(1 - index), None] for index in (0, 1)]
 
 
 def test_several_tensors_are_one_launch_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ They are torch's ``meta`` tensors with another device towards Python. (With a ``
 engine asks a driver about its device.) CPU tensors are real. Both may be combined only where torch allows it: copies,
 indices, and zero-dimensional CPU tensors.
 
-Every thread has a current device, 0 at first, on which its calls open a context (``touched``); and while a graph is
-captured, no thread may ask whether an event has passed (``capturing``).
+Every thread has a current device, 0 at first, on which its calls open a context (``contexts``).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -40,35 +39,16 @@ class MixedDevicesError(RuntimeError):
     """An operation combines a CPU tensor with one on the device."""
 
 
-class CaptureError(RuntimeError):
-    """A call that CUDA does not allow while a graph is captured. It invalidates the capture."""
-
-
-class Touch(NamedTuple):
-    """A call that needs a context of the calling thread's current device, and opens one if there is none."""
-
-    thread: str
-    device: int
-    call: str
-
-
 class FakeCuda:
     """A context in which this process has one GPU that computes nothing; others exist for threads to be on."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
         self.capability = capability
         self.ops = Ops()
-        self.touched: list[Touch] = []
-        self.running = True
-        """Whether events pass."""
-        self._thread = threading.local()
-        self._captures = False
-        self._stack = ExitStack()
-
-    @property
-    def contexts(self) -> set[int]:
+        self.contexts: set[int] = set()
         """Devices on which this process has opened a context."""
-        return {touch.device for touch in self.touched}
+        self._thread = threading.local()
+        self._stack = ExitStack()
 
     def current_device(self) -> int:
         """Of the calling thread."""
@@ -76,30 +56,11 @@ class FakeCuda:
 
     def set_device(self, device: torch.device | int) -> None:
         self._thread.device = device if isinstance(device, int) else device.index
-        self.touch("set_device")
+        self.touch()
 
-    def touch(self, call: str) -> None:
-        self.touched.append(Touch(threading.current_thread().name, self.current_device(), call))
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """A thread captures a graph in CUDA's mode ``global``, torch's default."""
-        self._captures = True
-        try:
-            yield
-        finally:
-            self._captures = False
-
-    def query(self) -> bool:
-        """Whether an event has passed.
-
-        Raises:
-            CaptureError: in any thread, while a graph is captured.
-        """
-        self.touch("Event.query")
-        if self._captures:
-            raise CaptureError("operation not permitted when stream is capturing")
-        return self.running
+    def touch(self) -> None:
+        """Open a context on the calling thread's current device if there is none."""
+        self.contexts.add(self.current_device())
 
     def __enter__(self) -> FakeCuda:
         stream = SimpleNamespace(synchronize=lambda: self.ops.wait("Stream.synchronize"), wait_event=lambda event: None)
@@ -161,12 +122,9 @@ class _Event:
         self._device = device
 
     def record(self, stream: Any = None) -> None:
-        self._device.touch("Event.record")
+        self._device.touch()
 
     def wait(self, stream: Any = None) -> None: ...
-
-    def query(self) -> bool:
-        return self._device.query()
 
     def synchronize(self) -> None:
         self._device.ops.wait("Event.synchronize")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from cp_plugin import ContextParallel, Options
 from cp_plugin.megatron.flags.args import Settings
-from cp_plugin.testing.launch import RankError, run_ranks
+from cp_plugin.testing.launch import run_ranks
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
@@ -147,25 +146,3 @@ def test_streams_of_the_plugins_groups_have_high_priority(monkeypatch: pytest.Mo
     cp, kv, q = (groups._nccl_options(f"cp_plugin_{name}", options) for name in ("cp", "kv", "q"))
     assert [o.is_high_priority_stream for o in (cp, kv, q)] == [True, True, False]
     assert kv.config.max_ctas == 4
-
-
-def _waits_for_ever() -> None:
-    from cp_plugin.megatron.startup import failures
-    from cp_plugin.megatron.state import STATE
-
-    failures.watch(timeout=1.0)
-    if dist.get_rank() == 1:
-        with STATE.messages.blocking(lambda: "forward exchange along 'cp' with rank 0"):
-            time.sleep(60)
-    time.sleep(60)
-
-
-def test_overdue_message_ends_the_run_before_nccls_watchdog(capfd: pytest.CaptureFixture[str]) -> None:
-    began = time.monotonic()
-    with pytest.raises(RankError) as ended:
-        run_ranks(_waits_for_ever, 2, init_process_group=True, output="all")
-    assert time.monotonic() - began < 20
-    assert ended.value.exit_status == 70
-    said = capfd.readouterr().err
-    assert "rank 1 of 2 on" in said
-    assert "in _waits_for_ever: forward exchange along 'cp' with rank 0 has not ended after 1 s" in said
