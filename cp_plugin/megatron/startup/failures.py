@@ -72,11 +72,10 @@ def told() -> Iterator[None]:
         error = raised
         if isinstance(raised, SystemExit) and raised.code in (None, 0) and raised.__context__ is not None:
             error = raised.__context__
-        if refusals.message_of(error) is not None and not finished_steps():
-            raise
         if isinstance(error, SystemExit) and error.code in (None, 0):
             raise
-        if STATE.alarm is not None:
+        refused = refusals.message_of(error) is not None and not finished_steps()
+        if STATE.alarm is not None and not refused:
             with _sigterm_waits():  # torchrun kills the others as soon as one has failed
                 report = STATE.alarm.give(described(error))
             if report is not None:

@@ -13,6 +13,7 @@ import pytest
 from training import DATA, MODEL, SGD
 from warm import run_forked
 
+from cp_plugin import ContextParallel
 from cp_plugin.engine.common import refusals
 from cp_plugin.megatron.dataset import build
 
@@ -95,6 +96,16 @@ def test_other_errors_keep_their_traceback(
     run = train(f"--nproc 2 {ONE_STEP} {flags.replace('DIR', str(tmp_path))}")
     assert run.returncode == 1 and "Traceback" in run.stderr, run.stderr
     assert re.search(rf"^cp_plugin: rank \d of 2 on \S+: .*{said}", run.stderr, re.MULTILINE), run.stderr
+
+
+def test_a_refusal_that_megatron_leaves_with_status_0_is_raised() -> None:
+    from cp_plugin.megatron.startup import failures
+
+    with pytest.raises(ValueError, match="provider='rnig'"), failures.told():
+        try:
+            ContextParallel("rnig")
+        except ValueError:
+            sys.exit(0)
 
 
 def test_every_listed_flag_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
