@@ -190,6 +190,8 @@ def pair(total: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack([total.detach(), tokens.to(total.dtype)])
 
 
+# as Megatron's own scripts returned it: scaled by the number of ranks, then averaged over them
+means_over_all_tokens = loss("means over all tokens", lambda x, n, report: (x / sum_all(n), report))
 COUNTS = f"{STEP}. rank .*: the gradient of"
 REPORTS = f"{STEP}. rank .*: 'lm loss': .* instead of"
 LOSSES = (  # Bridge 2055, verl 6609: too large, or too small, by the number of ranks
