@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cp_kernels.codes import converts, decode, encode
-from cp_kernels.offsets import check_dense, index_type, reach
+from cp_kernels.offsets import check_dense, check_like, index_type, reach
 from cp_kernels.rows import bits, read
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -175,8 +175,7 @@ def _check_packed(payload: Tensor, exponents: Tensor, block: int, dtype: torch.d
             f"{tuple(payload.shape)} in {payload.dtype}, blocks of {block}, {dtype}"
         )
     want = (triton.cdiv(payload.size(0), block), *payload.shape[1:3])
-    if exponents.shape != want or exponents.dtype != torch.uint8:
-        raise ValueError(f"exponents must be uint8 {want}, got {exponents.dtype} {tuple(exponents.shape)}")
+    check_like("exponents", exponents, payload, want, torch.uint8)
     check_dense(payload=payload)
 
 

@@ -119,11 +119,11 @@ def not_a_grid(grid: tuple[int, int], ranks: int) -> str | None:
     return f"does not hold {ranks} context-parallel ranks: use one of {', '.join(map(show_option, grids(ranks)))}"
 
 
-def not_a_divisor(number: int, ranks: int) -> str | None:
-    """Return why the ranks cannot be divided into groups of this number; None if they can."""
-    if number >= 1 and ranks % number == 0:
+def not_a_divisor(number: int, total: int, what: str = "{} context-parallel ranks") -> str | None:
+    """Return why the total, such as the ranks, cannot be divided into groups of this number; None if it can."""
+    if number >= 1 and total % number == 0:
         return None
-    return f"does not divide {ranks} context-parallel ranks: use one of {', '.join(map(str, divisors(ranks)))}"
+    return f"does not divide {what.format(total)}: use one of {', '.join(map(str, divisors(total)))}"
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -55,7 +55,7 @@ def unpack(payload: Tensor, exponents: Tensor, block: int, dtype: torch.dtype) -
         )
     want = (_blocks(payload, block), *payload.shape[1:3])
     if exponents.shape != want or exponents.dtype != torch.uint8:
-        raise ValueError(f"exponents must be uint8 {want}, got {exponents.dtype} {tuple(exponents.shape)}")
+        raise ValueError(f"exponents must be torch.uint8 {want}, got {exponents.dtype} {tuple(exponents.shape)}")
     up = _power_of_two(exponents.int(), block, payload.size(0))
     largest = torch.finfo(dtype).max
     return (payload.view(torch.float8_e4m3fn).float() * up).clamp(-largest, largest).to(dtype)

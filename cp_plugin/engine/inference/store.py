@@ -128,14 +128,13 @@ def attend(
     """
 
     def attend_in_blocks() -> fused.Parts:
-        (t, b, h, d), n, wide = q.shape, len(held), accumulation_dtype(q.dtype)
+        (t, b, h, d), e, n, wide = q.shape, cache.v_head_dim, len(held), q.to(accumulation_dtype(q.dtype))
         block = max(1, ELEMENTS // (b * h * max(t, d)))
         partials = [
-            Partial(*reference.attend(q.to(wide), *cache.get(i, j), _hidden(held[i:j], positions, window), scores))
+            Partial(*reference.attend(wide, *cache.get(i, j), _hidden(held[i:j], positions, window), scores))
             for i, j in ((i, min(i + block, n)) for i in range(0, n, block))
         ]
-        nothing = q.new_zeros((t, b, h, cache.v_head_dim), dtype=wide), q.new_full((t, b, h), -torch.inf, dtype=wide)
-        out, lse = merge_all(partials) or nothing
+        out, lse = merge_all(partials) or (wide.new_zeros((t, b, h, e)), wide.new_full((t, b, h), -torch.inf))
         return out.unsqueeze(0), lse.unsqueeze(0)
 
     left = -1 if window is None else window[0]

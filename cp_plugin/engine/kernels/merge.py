@@ -43,16 +43,16 @@ def merge_all(partials: Iterable[Partial | None]) -> Partial | None:
 def merge_rows(total: Partial | None, rows: range, part: Partial, q: Tensor) -> Partial:
     """Merge a partial of some query rows into the running partial of all rows of ``q`` (``[s, b, h, d]``)."""
     rows, *tensors = forwards(rows, *part)
-    part, place = Partial(*tensors), as_slice(rows)
     if len(rows) == q.size(0):
-        return merge(total, part) or part
+        return merge(total, Partial(*tensors)) or Partial(*tensors)
+    place = as_slice(rows)
     if total is None:
         out = part.out.new_zeros((q.size(0), *part.out.shape[1:]), dtype=accumulation_dtype(q.dtype))
         lse = part.lse.new_full((q.size(0), *part.lse.shape[1:]), -torch.inf)
-        out[place], lse[place] = part
+        out[place], lse[place] = tensors
     else:
         out, lse = accumulator(total.out), total.lse
-        fused.merge_into(out[place], lse[place], *part)
+        fused.merge_into(out[place], lse[place], *tensors)
     return Partial(out, lse)
 
 

@@ -32,9 +32,8 @@ import torch
 
 from cp_plugin.engine.comm import Pending
 from cp_plugin.engine.comm.mesh import Tensors
-from cp_plugin.engine.common.text import divisors
 from cp_plugin.engine.core.dtypes import accumulation_dtype
-from cp_plugin.engine.core.options import Option, Options, whole_number
+from cp_plugin.engine.core.options import Option, Options, not_a_divisor, whole_number
 from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.core.spelling import spelled
 from cp_plugin.engine.core.values import NO_SUMS, Gradients, KeyValues, Partial, Queries, Shard, Sums
@@ -179,12 +178,8 @@ HEAD_GROUPS = Option(
 def groups_do_not_divide(problem: Problem, options: Options) -> str | None:
     """Return why the key/value heads cannot be divided into the groups asked for; None if they can."""
     groups = 1 if options.head_groups is None else options.head_groups
-    if groups >= 1 and problem.kv_heads % groups == 0:
-        return None
-    return (
-        f"{spelled('head_groups', groups)} does not divide the {problem.kv_heads} key/value heads of a rank: use one "
-        f"of {', '.join(map(str, divisors(problem.kv_heads)))}"
-    )
+    reason = not_a_divisor(groups, problem.kv_heads, "the {} key/value heads of a rank")
+    return None if reason is None else f"{spelled('head_groups', groups)} {reason}"
 
 
 _LEAST_BYTES = {"nccl": 2**23, "gloo": 2**18}

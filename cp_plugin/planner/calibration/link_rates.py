@@ -5,12 +5,11 @@ Of links the mesh's collectives are timed, then the ``Link`` is fitted that repr
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from math import prod
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 import psutil
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from cp_plugin.engine.comm import GroupMesh, Mesh, coordinates, flat_index, network_between
 from cp_plugin.engine.comm.every_rank import gather_hosts, gather_objects
+from cp_plugin.engine.common.text import divisors
 from cp_plugin.engine.core.dtypes import dtype_name
 from cp_plugin.engine.core.problem import Transport
 from cp_plugin.planner.calibration import kernel_rates
@@ -65,7 +65,7 @@ class Measured:
                 f"{size} ranks on {len(set(hosts))} hosts are not spread evenly, in consecutive blocks: start the same "
                 "number of ranks on each host"
             )
-        rows = max(r for r in range(1, size + 1) if r * r <= size and size % r == 0)
+        rows = max(r for r in divisors(size) if r * r <= size)
         self._nodes = size // self.per_node
         self._placed = [rank // self.per_node for rank in range(size)]
         shapes = {INTER: self._nodes, INTRA: self.per_node}, {OUTER: size // rows, INNER: rows}, {ALL: size}
@@ -224,7 +224,7 @@ def calibrate(
         gemm_flops_per_s={n: kernel_rates.products(device, t, sizes, shown) for n, t in every.items()},
         attention={n: kernel_rates.attention(device, t, sizes, shown) for n, t in every.items()},
         launch_s=launch_s,
-        shared_by=0 if on_cuda else math.ceil(local / len(os.sched_getaffinity(0))),
+        shared_by=0 if on_cuda else ceil(local / len(os.sched_getaffinity(0))),
         source=f"measured with all ranks at work, heads of {sizes.head_dim}",
     )
     not_yet = Link(latency_s=0.0, bytes_per_s=1e9)

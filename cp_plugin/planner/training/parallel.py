@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from cp_plugin.engine.common.names import one_of
+from cp_plugin.engine.common.text import divisors
 from cp_plugin.engine.core.problem import Problem
 from cp_plugin.engine.linear.variants import variants
 from cp_plugin.planner.training.model import LINEAR, SOFTMAX, WINDOW, Model, check_sizes
@@ -221,6 +222,5 @@ def _check_sizes(p: Parallel) -> None:
 
 def _divides(flag: str, size: int, number: int, what: str) -> None:
     if number % size:
-        near = [n for n in range(1, number + 1) if number % n == 0]
-        near.sort(key=lambda n: abs(n - size))
+        near = sorted(divisors(number), key=lambda n: abs(n - size))
         raise ValueError(f"{flag} {size} does not divide the {number} {what}: use {' or '.join(map(str, near[:2]))}")
