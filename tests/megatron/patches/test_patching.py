@@ -77,6 +77,13 @@ def test_nothing_of_megatrons_is_replaced_outside_of_the_table(validated: Callab
     assert {place for place in held if place.rpartition(":")[2] not in names} == set()
 
 
+def test_a_router_that_a_cuda_graph_captures_is_left_alone(validated: Callable[..., object]) -> None:
+    graphs = "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0 --cuda-graph-modules"
+    for part, replaced in (("moe_router", False), ("mlp", True)):
+        validated(f"--context-parallel-size 4 --cp-provider ring --num-experts 4 {graphs} {part}")
+        assert ("megatron.core.transformer.moe.router:TopKRouter.forward" in patching.installed("run")) is replaced
+
+
 def test_a_function_is_replaced_wherever_it_was_imported_by_value(library: types.ModuleType) -> None:
     importer = types.ModuleType("importer")
     importer.renamed = library.slow
