@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Random calls of plain torch (methods, masks, documents, wrappers, derivatives), command lines of
-# every program from what its parser declares, and questions to the planner: each is right, or refused by name.
+# trainings from what the parser declares, and questions to the planner: each is right, or refused by name.
 # Usage: ci/fuzz.sh [--examples N] [pytest arguments]     (default 2000 of each kind; ci/nightly.sh: FUZZ)
 #
-#   ci/fuzz.sh --examples 300 -k commands      one kind
+#   ci/fuzz.sh --examples 300 -k trainings     one kind
 #   ci/fuzz.sh --hypothesis-seed 7             the same examples again
 #
 # Models of transformers: PYTHONPATH=. .venv-huggingface/bin/python ci/faults/fuzz_huggingface.py --examples N

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 import training
-import typer
 from hypothesis import strategies as st
 
 from cp_plugin.engine.methods import registry as providers
-from cp_plugin.tools.app import app
 
 NUMBERS = ("1", "2", "4", "8", "64")
 ODD = ("0", "-1", "1e3", "2.5", "", " ", "auto", "none", "4x", "0x2", "04", "¾", "٣", "9" * 30, "nan", "inf", "1e-300")
@@ -22,23 +19,17 @@ NAMES: Mapping[str, Sequence[str]] = {
     "provider": (*providers.names(), *providers.names("linear")),
     "linear-provider": providers.names("linear"),
     "layout": ("contiguous", "zigzag", "striped", "documents"),
-    "dtype": ("float32", "bfloat16", "float16"),
     "backend": ("auto", "sdpa", "reference", "triton"),
-    "mask": ("causal", "full"),
     "grid": ("2x2", "1x4", "4x1", "2x4"),
-    "model": ("llama3.2-1b", "linear-llama3-1b", "llama3-8b"),
     "cluster": ("dgx-h100", "dgx-a100", "none.toml"),
-    "documents": ("chat", "24,14,10", "x"),
     "linear-attention": ("basic", "gla", "rebased"),
     "layer-pattern": ("L", "LLN", "N"),
     "fp8": ("off", "comm", "compute"),
     "backward": ("kv", "q"),
     "selfcheck": ("once", "off"),
     "device": ("auto", "cpu", "cuda"),
-    "plot": ("x.svg", "x.gif", "/none/x.svg"),
     "window-size": ("4,0", "(4,0)", "(4"),
     "spec": ("local", "x y"),
-    "arguments": ("x.toml", "striped-16", "none", "/", "--", "--lr"),
     "hybrid-layer-pattern": ("M*-M*-", "*-", "M*E/M*", "M*|GM*-"),
 }
 """Usual values of flags for which no choices are declared."""
@@ -82,37 +73,6 @@ def read_flags(parser: argparse.ArgumentParser) -> Flags:
         for action in parser._actions
         if action.option_strings and not isinstance(action, argparse._HelpAction)
     }
-
-
-@cache
-def commands() -> dict[str, Flags]:
-    """The flags of every command of ``cp-plugin``."""
-    by_command: dict[str, Flags] = {}
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
-        by_command[name] = {}
-        for option in command.load().params:
-            (kind,) = get_args(of := option.type_descriptor.annotation) or (of,)
-            usual = NUMBERS if kind in (int, float) or option.metavar == "N" else ("x.json", "x", "/none/x.toml")
-            listed = re.fullmatch(r"\[(.*\|.*)\]", option.metavar or "")
-            choices = listed[1].split("|") if listed else [*getattr(kind, "__members__", ())]
-            if option.opts[0].startswith("--"):
-                switch = getattr(option, "is_flag", False)
-                by_command[name][option.opts[0]] = st.none() if switch else value(option.opts[0], choices, usual)
-    return by_command
-
-
-@st.composite
-def command_lines(draw: st.DrawFn) -> list[str]:
-    name = draw(st.sampled_from(sorted(commands())))
-    flags, chosen = commands()[name], draw(some(commands()[name], 3))
-    for needed in ("--provider", "--model", "--cluster", "--plot"):  # without them most are refused, or try everything
-        if needed in flags and draw(st.integers(0, 7)):
-            chosen[needed] = draw(flags[needed])
-    often = name in ("calibrate", "dataset", "example")
-    words = draw(
-        st.lists(st.sampled_from(NAMES["arguments"]), max_size=2 if often or not draw(st.integers(0, 9)) else 0)
-    )
-    return [name, *words, *spelled(chosen)]
 
 
 @cache
