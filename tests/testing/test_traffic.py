@@ -9,8 +9,6 @@ from functools import partial
 import pytest
 import torch
 from commands import cp_plugin
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cp_plugin import Options, Problem
 from cp_plugin.engine.attention.calls import settled
@@ -50,39 +48,6 @@ def test_published_counts_in_units_of_one_local_tensor(
     units = row.most / (row.setup.problem.q_elements * 4)
     assert units == published + beside
     assert units == pytest.approx(published, rel=0.05)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """Any heads, sizes and dtype."""
-    size, kv_heads = draw(st.integers(1, 96)), draw(st.integers(1, 16))
-    return Problem(
-        size=size,
-        kv_heads=kv_heads,
-        heads=kv_heads * draw(st.integers(1, 16)),
-        head_dim=draw(st.sampled_from((1, 16, 64, 80, 128, 192, 256))),
-        v_head_dim=draw(st.sampled_from((0, 64, 128))),
-        seq_length=2 * size * draw(st.integers(1, 64)),
-        batch=draw(st.integers(1, 3)),
-        dtype=draw(st.sampled_from((torch.float64, torch.float32, torch.bfloat16))),
-        causal=draw(st.booleans()),
-    )
-
-
-@settings(max_examples=60)
-@given(problems())
-def test_no_automatic_choice_sends_more_than_a_ring(problem: Problem) -> None:
-    ring = priced("ring", problem).most
-    for name in ("attention2d", "burst", "all_gather"):
-        assert priced(name, problem).most <= ring, name
-
-
-@settings(max_examples=60)
-@given(problems(), st.data())
-def test_nested_burst_never_sends_more_than_the_double_ring(problem: Problem, data: st.DataObject) -> None:
-    intra = data.draw(st.sampled_from([n for n in range(1, problem.size + 1) if problem.size % n == 0]))
-    burst, double = (priced(name, problem, intra_size=intra).most for name in ("burst", "double_ring"))
-    assert burst <= double
 
 
 EVERY = {*providers.names(), *providers.names("linear")}
