@@ -95,15 +95,6 @@ def test_pipeline_bubble() -> None:
     assert messages == pytest.approx(per_stage * 8192 * 1024 * 2 / 100e9, rel=0.02)
 
 
-def test_slowest_stage_decides() -> None:
-    m = replace(LLAMA, vocab=512_000)
-    p = Parallel(devices=2, pipeline=2, seq_length=8192, global_batch=64)
-    two = iteration(m, p, CLUSTER, NO_ATTENTION)
-    assert two.head > 10 * two.dense / 64
-    one = iteration(m, Parallel(seq_length=8192, global_batch=64), CLUSTER, NO_ATTENTION)
-    assert two.head == one.head and two.seconds > one.head
-
-
 def test_tensor_parallel_collectives() -> None:
     p = Parallel(devices=4, tensor=4, seq_length=8192)
     divided = iteration(LLAMA, p, CLUSTER, NO_ATTENTION)
