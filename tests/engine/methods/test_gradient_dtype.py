@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from method_cases import count_on_the_wire, setup_of
 from torch import Tensor
 
 from cp_plugin import ContextParallel, Options, Problem
@@ -171,26 +170,3 @@ def test_plain_torch_keeps_float32_unless_told() -> None:
             {"cp": 8},
         )
         assert chosen == [want] * 8
-
-
-def packed(self: NarrowSums, axis: str, tensors: Any, *, group: str = "", **ends: int) -> Pending:
-    over = self._narrow(tensors) if group == sums(axis) else tensors
-    arriving = self._mesh.exchange(axis, over, group=group, **ends)
-    return self._widened(arriving) if group == sums(axis) else arriving
-
-
-FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "sums go through the mesh that packs payloads, and are rounded to e4m3": ("exchange", packed),
-    "what arrives stays in the model's dtype": ("_widened", lambda self, pending: pending),
-    "nothing is rounded": ("_narrow", lambda self, tensors: list(tensors)),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NarrowSums, *FAULTS[fault])
-    with pytest.raises((AssertionError, RuntimeError)):
-        test_only_sums_are_rounded_once_per_message(torch.bfloat16, True)
-    if "stays" not in fault:  # which has the right bytes
-        with pytest.raises(AssertionError):
-            count_on_the_wire(setup_of("ring on zigzag", fp8="comm", **MODEL))
