@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from iproute import missing
 from network import Network, Topology
-from nightly import nightly
 from processes import alive, interruptible, wait_until
 from scenarios import SCENARIOS, Scenario
 from typer.testing import CliRunner
@@ -131,16 +130,6 @@ def test_results_are_right_and_the_links_count_what_the_ledger_books():
     assert all(0.9 < wire / (10 * hop) < 1.1 for wire in torch_wires), "all hops up, and one more of sums"
     assert burst_wire < 0.6 * ring_wire
     assert ring.taken.medians.total >= 0.9 * 8 * ring.sent[1] / scenario.rate
-
-
-@nightly
-@needs_cluster
-def test_linear_attention():
-    """Whether it reaches the scenario's target does not matter: two short nodes are too few for that."""
-    words = ["--scenario", "linear16", "--nodes", "2", "--seq", "128", "--rounds", "1"]
-    printed = " ".join(CliRunner().invoke(cli.app, words).output.split())
-    assert "128 tokens" in printed and "2 nodes x 1" in printed and "WRONG" not in printed
-    assert "lasp2 is" in printed and "lasp2 is 0.00x" not in printed
 
 
 TINY = "Scenario(nodes=2, ranks_per_node=2, rate=20 * MBIT, seq=256, heads=4, runs=('ring',))"

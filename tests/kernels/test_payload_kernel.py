@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -221,17 +220,3 @@ def test_invalid_arguments_are_refused(module: ModuleType) -> None:
             call()
     with pytest.raises(ValueError, match="dense last dimension"):
         kernel.pack(x[..., ::2], 2)
-
-
-def test_elements_of_another_block_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = kernel._planned
-
-    def faulty(*arguments: Any) -> Any:
-        plan = planned(*arguments)
-        table = plan.table.clone()
-        table[:, :2, 2] = table[:, :2, 2].flip(1)  # two full ones
-        return plan._replace(table=table)
-
-    monkeypatch.setattr(kernel, "_planned", faulty)
-    with pytest.raises(AssertionError):
-        check_message(*message("k and v"), 4)

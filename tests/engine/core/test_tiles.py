@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_cases import flat_masks, masks, positions, seen
+from mask_cases import masks, positions, seen
 
 from cp_plugin.engine.core.layout import Segments
 from cp_plugin.engine.core.mask import Mask
@@ -39,11 +38,3 @@ def test_tiles_cover_what_is_seen_exactly_once(q: Segments, k: Segments, mask: M
         assert {i for i, _ in pairs} == set(tile.q) and {j for _, j in pairs} == set(tile.k)
         assert sorted(pairs_of(parts)) == pairs
         assert all(p.full or (p.diagonal == 0 and len(p.q) == len(p.k)) for p in parts)
-
-
-@given(flat_masks(TOKENS))
-@settings(max_examples=50)
-def test_intervals_against_brute_force(mask: Mask) -> None:
-    first, end = mask.interval(torch.arange(TOKENS), TOKENS)
-    keys = torch.arange(TOKENS)
-    assert torch.equal((keys >= first[:, None]) & (keys < end[:, None]), seen(mask, TOKENS))

@@ -11,12 +11,10 @@ from thread_ranks import run_on_threads
 
 from cp_plugin import ContextParallel, Options, Problem
 from cp_plugin.engine.attention.recompute import Recomputed
-from cp_plugin.engine.core import scaling
 from cp_plugin.engine.core.block import Scores
 from cp_plugin.engine.core.problem import CallInfo
 from cp_plugin.engine.core.scaling import IN_BACKWARD, ROLES, Delayed, Scaling
 from cp_plugin.engine.kernels import backends, blocks
-from cp_plugin.engine.kernels.backends import float8
 from cp_plugin.engine.kernels.backends.float8 import E4M3, E5M2, Float8, rounded, scale_for
 from cp_plugin.testing.launch import run_ranks
 from cp_plugin.testing.verify import plan, verify
@@ -50,21 +48,6 @@ def outside(measured: tuple[float, ...], factor: float = 1.25) -> list[str]:
 def test_errors_match_the_roundings(case: Case) -> None:
     measured = errors(run(Float8(), case), case.reference())
     assert not outside(measured) and outside(measured, 0.7) == [*Result._fields[: len(measured)]], measured
-
-
-@pytest.mark.parametrize("fault", ["e5m2 everywhere", "gradients unscaled", "a scale too large"])
-def test_planted_faults_are_outside(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if fault == "e5m2 everywhere":
-        monkeypatch.setattr(float8, "elements", lambda x, scale, dtype: scaling.elements(x, scale, E5M2))
-    elif fault == "gradients unscaled":
-        monkeypatch.setattr(scaling, "scale_for", lambda a, t: torch.ones(()) if t == E5M2 else scale_for(a, t))
-    else:
-        monkeypatch.setattr(scaling, "scale_for", lambda a, t: 8 * scale_for(a, t))
-    case = Case(seq_length=64, heads=4, kv_heads=4, causal=True, dtype=torch.float32, head_dim=64, v_head_dim=64)
-    if fault == "gradients unscaled":  # in a training run they are this small
-        q, k, v, dout = case.inputs()
-        monkeypatch.setattr(Case, "inputs", lambda self: (q, k, v, dout * 1e-6))
-    assert outside(errors(run(Float8(), case), case.reference()))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

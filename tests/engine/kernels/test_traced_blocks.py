@@ -1,32 +1,13 @@
-"""The blocks that a method asks its kernel for, and peak memory."""
+"""Peak memory of methods. The blocks that they ask their kernels for: ``test_auto_launches_what_its_cost_says``."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from method_cases import kernel_calls
 
 from cp_plugin import Options, Problem
-from cp_plugin.engine.attention.calls import settled
-from cp_plugin.engine.core.mask import CAUSAL
-from cp_plugin.engine.core.tiles import tiles
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.planner.trace.memory import Meter, Peaks, peaks
-
-PROBLEM = Problem(size=4, heads=8, kv_heads=4, seq_length=4096, batch=2)
-
-
-@pytest.mark.parametrize("provider", ["striped", "ring", "all_gather", "attention2d", "burst", "usp", "ulysses"])
-def test_ranks_cover_all_pairs(provider: str) -> None:
-    setup, pairs = settled(providers.get(provider), PROBLEM, Options()), 0
-    for index in range(PROBLEM.size):
-        for block, sizes in kernel_calls(setup, index):
-            assert sizes.head_dim == 128
-            assert block.mask == CAUSAL and sizes.heads == 2 * sizes.kv_heads
-            pairs += sizes.heads * sum(tile.pairs for tile in tiles(*block.area))
-    n = PROBLEM.seq_length
-    assert pairs == n * (n + 1) // 2 * PROBLEM.heads * PROBLEM.batch
-
 
 SHARD = 64 * 16 * 8 * 2
 """Bytes of one rank's q, k, v or out."""

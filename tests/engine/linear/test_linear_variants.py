@@ -131,27 +131,6 @@ def test_all_parameters_and_inputs_have_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", variants())
-def test_generation_equals_the_parallel_form(name: str) -> None:
-    """After a prompt of five tokens, one at a time; what is kept does not grow."""
-    layer, (q, k, v, gate) = module(name), inputs()
-    gate = gate if layer.variant.gated else None
-    want = apply(layer, q, k, v, gate)
-    state, outs, sizes = None, [], set()
-    for part in (slice(0, 5), *(slice(t, t + 1) for t in range(5, S))):
-        arguments = (None if x is None else x[part] for x in (q, k, v, gate))
-        out, state = layer.extend(*arguments, state=state)
-        outs.append(out)
-        sizes.add(tuple(state.shape))
-    torch.testing.assert_close(torch.cat(outs), want, rtol=1e-10, atol=1e-12)
-    x = layer.prepare(q, k, v, gate)
-    assert sizes == {(B, G, x.k.size(3), x.v.size(3))}
-    cp, arguments = ContextParallel("lasp2"), (x.q, x.k, x.v, x.log_decay)
-    halved, after = cp.extend_linear(*arguments, scale=0.5)
-    torch.testing.assert_close(after, state)
-    torch.testing.assert_close(halved, 0.5 * cp.linear_attention(*arguments))
-
-
-@pytest.mark.parametrize("name", variants())
 def test_tensor_parallel_heads_equal_the_whole(name: str) -> None:
     """Tensor parallelism: initial weights and decays depend on a head's number in the model, and on nothing else."""
     q, k, v, gate = inputs()

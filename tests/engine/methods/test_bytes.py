@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from method_cases import EVERY, SETTINGS, count_on_the_wire, predict, setup_of, traced
 from nightly import NIGHT, nightly
-from typer.testing import CliRunner
 
 from cp_plugin.engine.methods import registry as providers
 from cp_plugin.engine.methods.attention2d import grid_bytes
 from cp_plugin.engine.methods.protocol import Formula
-from cp_plugin.tools.app import app
 
 FIRST = {f"{name} on {providers.get(name).layouts[0]}" for name in providers.names()} | {
     name for name, (_, size, _) in SETTINGS.items() if size == 4
@@ -59,29 +55,3 @@ def test_a_grid_is_chosen_by_its_busiest_rank(name: str) -> None:
 
 def total(sent: Formula, phase: str = "") -> int:
     return sum(n for line, n in sent.items() if line[0].startswith(phase))
-
-
-@pytest.mark.parametrize(
-    ("flags", "chosen"),
-    [
-        (("--fp8", "comm", "--gradient-dtype", "model"), FP8 | NARROW),
-        pytest.param(("--fp8", "comm"), FP8, marks=nightly),
-        pytest.param(("--gradient-dtype", "model"), NARROW, marks=nightly),
-    ],
-)
-def test_on_processes_bytes_and_results(flags: tuple[str, ...], chosen: dict[str, str]) -> None:
-    """Real Gloo ranks, through the commands; every change runs one provider for each kind of message."""
-    names = [*providers.names(), *providers.names("linear")] if NIGHT else ["ring", "ulysses", "lasp2"]
-    small = ("--ranks", "4", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", *flags, "--json")
-    small += tuple(f"--provider={name}" for name in names)
-    ran = CliRunner().invoke(app, ["traffic", "--measure", "--seq-length", "96", *small])
-    assert ran.exit_code == 0, ran.output
-    rows = {row["provider"]: row for row in json.loads(ran.stdout)["rows"] if row.get("measured") == "equal"}
-    assert set(rows) == set(names)
-    assert rows["ring"]["chosen"] == chosen and rows["ring"]["over_ring"] < 0.9
-    assert rows["ulysses"]["chosen"] == {name: value for name, value in chosen.items() if name in FP8}
-    ran = CliRunner().invoke(app, ["verify", "--mask", "causal", *small])
-    assert ran.exit_code == 0, ran.output
-    results = json.loads(ran.stdout)["results"]
-    assert {r["problem"]["dtype"] for r in results} == {"bfloat16"}
-    assert all(r["ok"] for r in results)
