@@ -15,7 +15,7 @@ from cp_plugin.engine.core.values import KeyValues, Partial, Queries, Sums
 from cp_plugin.engine.kernels.backends.reference import Reference
 from cp_plugin.engine.kernels.backends.sdpa import Sdpa
 from cp_plugin.engine.kernels.blocks import RowTerms, Tiled
-from cp_plugin.engine.kernels.merge import add, add_rows, merge, merge_rows, widened
+from cp_plugin.engine.kernels.merge import add, merge, widened
 from cp_plugin.engine.methods.local import Local
 from cp_plugin.engine.placement.documents import get_layout
 from cp_plugin.planner.trace.memory import Meter
@@ -74,16 +74,6 @@ def test_partials_in_half_precision_are_accumulated_in_float32() -> None:
     assert widened(None, half).dtype == torch.float32 and add(widened(None, half), half).tolist() == [1, 1]
 
 
-def test_merging_some_rows_leaves_the_others_alone() -> None:
-    q = torch.zeros(4, 1, 1, 2, dtype=torch.bfloat16)
-    some = Partial(torch.ones(2, 1, 1, 3, dtype=torch.bfloat16), torch.ones(2, 1, 1))
-    first = merge_rows(None, range(1, 4, 2), some, q)
-    assert first.out[:, 0, 0, 0].tolist() == [0, 1, 0, 1] and first.lse[:, 0, 0].tolist() == [-inf, 1, -inf, 1]
-    second = merge_rows(first, range(0, 2), Partial(some.out * 3, some.lse), q)
-    assert second.out[:, 0, 0, 0].tolist() == [3, 2, 0, 1]
-    torch.testing.assert_close(second.lse[1, 0, 0], torch.tensor(1.0 + torch.log(torch.tensor(2.0)).item()))
-
-
 def test_row_term_is_cached_while_its_block_lives() -> None:
     made, terms = [], RowTerms()
     backend = SimpleNamespace(row_term=lambda *tensors: made.append(1) or Sdpa().row_term(*tensors))
@@ -107,18 +97,6 @@ def test_positions_of_another_length_are_refused() -> None:
     q, k, v = torch.randn(3, 6, 1, 2, 4)
     with pytest.raises(AssertionError, match=r"\(8, 8\) positions of queries and keys for \(6, 6\) tokens"):
         local.forward(Queries(q), KeyValues(k, v))
-
-
-@pytest.mark.parametrize("rows", [range(3, 8), range(0, 5), range(2, 6), range(0, 8, 2), range(7, 2, -1), range(0, 8)])
-def test_add_rows(rows: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "empty_like", lambda x, **named: torch.full_like(x, torch.nan, **named))
-    like, part = torch.randn(8, 1, 2, 4, dtype=torch.bfloat16), torch.randn(len(rows), 1, 2, 4).bfloat16()
-    wanted = torch.zeros(8, 1, 2, 4)
-    wanted[list(rows)] = part.float()
-    first = add_rows(None, rows, part, like)
-    assert torch.equal(first.float(), wanted)
-    both = add_rows(first, rows, part, like)
-    assert torch.equal(both.float(), 2 * wanted)
 
 
 def test_partial_tiles_allocate_no_full_gradient() -> None:
