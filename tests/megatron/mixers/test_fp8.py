@@ -12,7 +12,7 @@ import torch
 from fault_rows import instead
 from nightly import nightly, one_case
 from torch import Tensor
-from training import compare, stock, train
+from training import train
 
 from cp_plugin import Options
 from cp_plugin.engine.core.scaling import IN_BACKWARD, ROLES, Delayed
@@ -70,28 +70,6 @@ def histories(model: torch.nn.Module) -> list[Tensor]:
 def kept(ranks: int, flags: str, **more: Any) -> list[list[Tensor]]:
     """The histories of every rank."""
     return [record.result for record in train(ranks, flags, ask=histories, **more)]
-
-
-without_reduction = instead("cp_plugin.engine.core.scaling:update", "without_reduction")(
-    lambda update, scalings, group, device: update(scalings, None, device)
-)
-
-
-@nightly
-def test_delayed_scales_are_those_of_all_ranks_of_megatrons_group() -> None:
-    """CP 4, TP 2: every rank gets the maximum over all ranks; without the reduction each keeps its own."""
-    flags = f"{DELAYED} --context-parallel-size 4 --tensor-model-parallel-size 2"
-    got = train(8, flags, steps=2, ask=histories)
-    compare(got, stock(2, f"{BF16} --tensor-model-parallel-size 2", steps=2), steps=2, limits=(2e-4, 2e-4, 0.15))
-    together = [record.result for record in got]
-    before, first, still, second = together[0]
-    assert before.shape == (2, 4, 7) and not before.any(), "the self-check leaves nothing behind"
-    assert torch.equal(first, still) and (second[:, :2] > 0).all() and not second[:, 2].any()
-    assert torch.equal(second[:, 1], first[:, 0]) and torch.equal(second[:, 3], second.amax(1))
-    assert all(torch.equal(a, b) for rank in together for a, b in zip(rank, together[0], strict=True))
-    apart = [rank[1][:, 0] for rank in kept(8, flags, prepare=without_reduction)]
-    assert len({tuple(rank[0].tolist()) for rank in apart}) == 8, "every rank has its own"
-    assert torch.equal(torch.stack(apart).amax(0), first[:, 0])
 
 
 def test_only_the_tensor_and_context_parallel_ranks_if_megatron_says_so() -> None:

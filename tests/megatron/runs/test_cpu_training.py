@@ -1,4 +1,4 @@
-"""Stock Megatron in CPU mode: experts, latent attention, and what needs a GPU. Parallel sizes: ``cases.toml``."""
+"""Stock Megatron in CPU mode: sequence parallelism, experts, latent attention, and what needs a GPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ STEPS = 5
 ADAM = SGD.replace("--optimizer sgd --sgd-momentum 0", "--optimizer adam").replace("--lr 0.05", "--lr 1e-3")
 
 pytestmark = pytest.mark.usefixtures("adapter")
+
+
+def test_sequence_parallel_ranks_train_as_one_does() -> None:
+    """Cases compare runs with the same tensor parallelism, in which norms could be wrong on both sides."""
+    flags = "--make-vocab-size-divisible-by 64"
+    parallel = f"{flags} --tensor-model-parallel-size 2 --sequence-parallel"
+    got, want = (train(ranks, f, steps=STEPS, training=ADAM)[0].losses for ranks, f in ((2, parallel), (1, flags)))
+    assert len(got) == STEPS and got == pytest.approx(want, rel=1e-5)
 
 
 @one_case
