@@ -42,7 +42,7 @@ def _train(flags: list[str]) -> None:
     from cp_plugin.megatron.startup import failures
 
     sys.argv = [sys.argv[0], *flags]
-    with failures.told():
+    with failures.reported():
         gpt.train()
 
 

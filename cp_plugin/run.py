@@ -76,7 +76,7 @@ def _run_script(words: list[str]) -> None:
 
     script, rest = split(words)
     sys.argv = [script, *rest]
-    with failures.told():
+    with failures.reported():
         runpy.run_path(script, run_name="__main__")
 
 

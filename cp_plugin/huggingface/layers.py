@@ -51,7 +51,7 @@ def gated_delta_rule(
         return value * (beta * g).unsqueeze(-1).to(value.dtype) + sum(repeated), None
     if key.size(2) != value.size(2):
         query, key = (x.repeat_interleave(value.size(2) // x.size(2), 2) for x in (query, key))
-    linear, bounds = _over_ranks(division, query.size(1), cu_seqlens)
+    linear, bounds = _linear_call(division, query.size(1), cu_seqlens)
     out = linear.linear_attention(
         *(x.transpose(0, 1) for x in (query, key, value, g)),
         beta=beta.transpose(0, 1),
@@ -74,7 +74,7 @@ def convolution(
     if division.probe is not None:
         out = x * weight[:, -1:] + (0 if bias is None else bias[:, None])
     else:
-        linear, bounds = _over_ranks(division, x.size(2), cu_seq_lens_q)
+        linear, bounds = _linear_call(division, x.size(2), cu_seq_lens_q)
         out = short_convolution(linear, x.permute(2, 0, 1), weight, bias, cu_seqlens=bounds).permute(1, 2, 0)
     if activation is None:
         return out
@@ -210,7 +210,7 @@ def lasp2(model: nn.Module, cp: ContextParallel) -> ContextParallel | None:
     return linear
 
 
-def _over_ranks(division: Division, tokens: int, cu_seqlens: Tensor | None) -> tuple[ContextParallel, Tensor | None]:
+def _linear_call(division: Division, tokens: int, cu_seqlens: Tensor | None) -> tuple[ContextParallel, Tensor | None]:
     """The linear layers' ``ContextParallel``, and the bounds of this call's documents.
 
     Old versions of transformers do not pass the bounds on; ``Forward.check_output`` then allows one document only.

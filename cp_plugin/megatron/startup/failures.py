@@ -60,7 +60,7 @@ def exchange_reports() -> None:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def reported() -> Iterator[None]:
     """Report an error that ends the ``with`` block to the other ranks, print the joint report, and re-raise.
 
     Not a refusal in the first step or before: all ranks refuse, and its message says all. An exit with status 0 while

@@ -101,7 +101,7 @@ def test_other_errors_keep_their_traceback(
 def test_a_refusal_that_megatron_leaves_with_status_0_is_raised() -> None:
     from cp_plugin.megatron.startup import failures
 
-    with pytest.raises(ValueError, match="provider='rnig'"), failures.told():
+    with pytest.raises(ValueError, match="provider='rnig'"), failures.reported():
         try:
             ContextParallel("rnig")
         except ValueError:
