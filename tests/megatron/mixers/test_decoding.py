@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -48,14 +48,15 @@ EIGHT_HEADS = {
 """Of keys, or of latent attention, for head axes of up to eight ranks."""
 
 
-def with_model(ask: Any, flags: str, ranks: int = 1) -> list[Any]:
+def with_model(ask: Any, flags: str, ranks: int = 1, prepare: Callable[[], None] | None = None) -> list[Any]:
     """Return what ``ask`` tells of a model of four layers on every rank (``training.train``)."""
     modules = ["scripts:cap_scores"] if "CAPPED" in flags else []
     if LATENT in flags and "--cp-provider" not in flags:
         modules.append("textbook")
     model = LAYERS.replace("--untie-embeddings-and-output-weights ", "") if "TIED" in flags else LAYERS
     words = flags.replace("CAPPED", "").replace("TIED", "")
-    return [record.result for record in train(ranks, words, model=model, modules=modules, ask=ask)]
+    records = train(ranks, words, model=model, modules=modules, prepare=prepare, ask=ask)
+    return [record.result for record in records]
 
 
 def text(batch: int = 2) -> Tensor:
