@@ -183,7 +183,8 @@ def test_one_rank_needs_no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_bounds_of_either_dtype(dtype: torch.dtype) -> None:
-    bounds = torch.tensor((0, 7, 20, 31, 40, 48), dtype=dtype)
+    """Of the two segments of the second rank, a state passes the first and not the second, in which one begins."""
+    bounds = torch.tensor((0, 30, 48), dtype=dtype)
     x = torch.randn(48, 1, 2, 8, dtype=torch.float64)
     alone = ContextParallel("lasp2").linear_attention(x, x, x, cu_seqlens=bounds)
 
