@@ -22,6 +22,7 @@ from cp_plugin.engine.attention.api import ContextParallel
 from cp_plugin.engine.attention.convolution import short_convolution
 from cp_plugin.engine.common.eager import eager
 from cp_plugin.engine.core.mask import document_bounds
+from cp_plugin.engine.methods import registry as providers
 from cp_plugin.huggingface.attention import Division, refuse
 
 _running = threading.local()
@@ -198,7 +199,7 @@ def lasp2(model: nn.Module, cp: ContextParallel) -> ContextParallel | None:
         return None
     if cp.size == 1:
         return ContextParallel("lasp2", group=None)
-    if cp.layout.name not in ("zigzag", "contiguous"):
+    if cp.layout.name not in providers.get("lasp2").layouts:
         raise ValueError(
             f"{', '.join(names)}: linear attention and convolutions need neighbouring tokens on the same rank, but the "
             f"layout is {cp.layout.name}: use zigzag or contiguous, such as "

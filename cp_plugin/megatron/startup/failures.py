@@ -48,8 +48,6 @@ _DOING = {  # Megatron's function -> activity; the innermost counts
     "training_log": "logging",
 }
 _SELFCHECK = "cp_plugin.megatron.selfcheck.step"
-ENDS = (Exception, CheckpointException)
-"""Errors that end a run; torch's checkpoint error is not an ``Exception``."""
 
 
 def exchange_reports() -> None:
@@ -68,7 +66,7 @@ def reported() -> Iterator[None]:
     """
     try:
         yield
-    except (*ENDS, SystemExit) as raised:
+    except (Exception, CheckpointException, SystemExit) as raised:  # torch's checkpoint error is no Exception
         error = raised
         if isinstance(raised, SystemExit) and raised.code in (None, 0) and raised.__context__ is not None:
             error = raised.__context__
